@@ -1,0 +1,162 @@
+#include "aten/alias.h"
+
+#include <c10/core/GradMode.h>
+
+namespace quartz {
+namespace {
+
+struct AliasKeys {
+  c10::DispatchKeySet lean, full;
+};
+
+const AliasKeys& alias_keys() {
+  static const AliasKeys keys = [] {
+    const auto& native = substrate().keys();
+    return AliasKeys{c10::DispatchKeySet(native.dense),
+                     c10::DispatchKeySet({native.dense, native.autograd, c10::DispatchKey::ADInplaceOrView})};
+  }();
+  return keys;
+}
+
+bool same_storage(const at::Tensor& tensor, const c10::StorageImpl* storage) {
+  return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl() == storage;
+}
+
+}  // namespace
+
+const c10::DispatchKeySet kAboveKernels =
+    c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+
+bool has_special_layout(c10::DispatchKeySet keys) {
+  using c10::DispatchKey;
+  static constexpr c10::DispatchKeySet kSpecial(
+      {DispatchKey::Sparse, DispatchKey::SparseCsr, DispatchKey::NestedTensor, DispatchKey::Quantized,
+       DispatchKey::ZeroTensor});
+  // has_any() looks at functionality bits only here: kSpecial carries no backend bit.
+  return (keys & kSpecial) != c10::DispatchKeySet();
+}
+
+void copy_metadata(c10::TensorImpl& destination, const at::Tensor& source) {
+  destination.set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
+  if (C10_UNLIKELY(source.is_conj())) destination._set_conj(true);
+  if (C10_UNLIKELY(source.is_neg())) destination._set_neg(true);
+  if (C10_UNLIKELY(source.unsafeGetTensorImpl()->is_wrapped_number())) destination.set_wrapped_number(true);
+}
+
+at::Tensor native_alias(const at::Tensor& tensor, AliasKind kind) {
+  const auto keys = tensor.key_set();
+  TORCH_INTERNAL_ASSERT(!keys.has_any(c10::python_ks),
+                        "quartz: a Python-level tensor (FakeTensor or another subclass) reached a kernel");
+  if (C10_UNLIKELY(has_special_layout(keys))) return native_alias_of_layout(tensor);
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.has_storage(), "quartz: a tensor without storage (keys ", keys,
+                              ") cannot be used by a native kernel");
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      c10::TensorImpl::VIEW, c10::Storage(native_storage(*tensor.storage().unsafeGetStorageImpl())),
+      kind == AliasKind::kFull ? alias_keys().full : alias_keys().lean, tensor.dtype());
+  copy_metadata(*impl, tensor);
+  return at::Tensor(std::move(impl));
+}
+
+void AliasScope::take_device(c10::Device device) {
+  if (C10_LIKELY(!has_device_)) {
+    has_device_ = true;
+    device_ = device.has_index() ? device : c10::Device(kQuartz, current_device());
+    return;
+  }
+  TORCH_CHECK(!device.has_index() || device.index() == device_.index(),
+              "Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ",
+              device, "!");
+}
+
+at::Tensor AliasScope::to_native(const at::Tensor& tensor, bool index_operand, AliasKind kind) {
+  if (!tensor.defined()) return tensor;
+  if (C10_UNLIKELY(!is_quartz(tensor))) {
+    // 0-dim CPU tensors are scalars to every kernel; anything larger must be where the other operands are.
+    if (!index_operand && tensor.is_cpu() && tensor.dim() > 0) cpu_operand_ = true;
+    return tensor;
+  }
+  for (const auto& pair : pairs_) {
+    if (pair.quartz.is_same(tensor)) return pair.native;
+  }
+  take_device(tensor.device());
+  // Some kernels ask their inputs whether they require grad (_sparse_mm_reduce_impl decides by it what to compute).
+  const bool requires_grad = c10::GradMode::is_enabled() && tensor.requires_grad();
+  auto native = native_alias(tensor, requires_grad ? AliasKind::kFull : kind);
+  if (requires_grad && !native.requires_grad()) native.set_requires_grad(true);
+  pairs_.push_back({tensor, std::move(native)});
+  return pairs_.back().native;
+}
+
+void AliasScope::throw_mixed_devices(const char* op) const {
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_,
+              " and cpu! (operator ", op, ": move the CPU tensor with .to(\"quartz\"))");
+}
+
+bool AliasScope::is_alias_of_argument(const at::Tensor& native) const {
+  if (!native.defined() || !native.has_storage()) return false;
+  for (const auto& pair : pairs_) {
+    if (pair.native.has_storage() && pair.native.storage().is_alias_of(native.storage())) return true;
+  }
+  return false;
+}
+
+c10::Storage AliasScope::storage_for(const c10::Storage& native) {
+  auto* impl = native.unsafeGetStorageImpl();
+  for (const auto& pair : pairs_) {
+    if (!same_storage(pair.native, impl)) continue;
+    const auto& storage = pair.quartz.storage();
+    // Same twin, or borrowed memory of another origin (from_blob). A kernel may also have put a foreign storage into the
+    // alias (set_): then neither holds.
+    if (twin_of(*storage.unsafeGetStorageImpl()) == impl || storage.data() == impl->data()) return storage;
+  }
+  for (const auto& storage : adopted_) {
+    if (twin_of(*storage.unsafeGetStorageImpl()) == impl) return storage;
+  }
+  adopted_.push_back(adopt_storage(StoragePtr::reclaim_copy(impl), device_.index()));
+  return adopted_.back();
+}
+
+at::Tensor AliasScope::to_quartz(const at::Tensor& native) {
+  if (!native.defined() || native.device().type() != substrate().native_type()) return native;
+  for (const auto& pair : pairs_) {
+    if (pair.native.is_same(native)) return pair.quartz;
+  }
+  if (C10_UNLIKELY(has_special_layout(native.key_set()) || native.layout() != c10::kStrided)) {
+    return adopt_layout(native);
+  }
+  auto result = at::detail::make_tensor<c10::TensorImpl>(
+      storage_for(native.storage()), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), native.dtype());
+  copy_metadata(*result.unsafeGetTensorImpl(), native);
+  return result;
+}
+
+void AliasScope::write_back(const at::Tensor& tensor) {
+  const Pair* found = nullptr;
+  for (const auto& pair : pairs_) {
+    if (pair.quartz.is_same(tensor)) found = &pair;
+  }
+  if (found == nullptr) return;
+  const Pair& pair = *found;
+  if (C10_UNLIKELY(has_special_layout(pair.quartz.key_set()))) return write_back_layout(pair);
+
+  auto* quartz = pair.quartz.unsafeGetTensorImpl();
+  auto* native = pair.native.unsafeGetTensorImpl();
+  auto* storage = pair.quartz.storage().unsafeGetStorageImpl();
+  auto* native_impl = pair.native.storage().unsafeGetStorageImpl();
+  if (C10_UNLIKELY(storage->data() != native_impl->data() || storage->nbytes() != native_impl->nbytes())) {
+    const bool same_twin = twin_of(*storage) == native_impl;
+    if (same_twin) {
+      follow_twin(*storage, StoragePtr::reclaim_copy(native_impl));  // the kernel resized it
+    } else {
+      quartz->set_storage_keep_dtype(storage_for(pair.native.storage()));  // the kernel exchanged it (set_)
+    }
+  }
+  if (C10_UNLIKELY(!quartz->sizes().equals(native->sizes()) || !quartz->strides().equals(native->strides()) ||
+                   quartz->storage_offset() != native->storage_offset())) {
+    quartz->set_sizes_and_strides(native->sizes(), native->strides(), native->storage_offset());
+  }
+  if (C10_UNLIKELY(pair.native.is_conj() != pair.quartz.is_conj())) quartz->_set_conj(pair.native.is_conj());
+  if (C10_UNLIKELY(pair.native.is_neg() != pair.quartz.is_neg())) quartz->_set_neg(pair.native.is_neg());
+}
+
+}  // namespace quartz

@@ -1,0 +1,80 @@
+// Zero-copy passage between a quartz tensor and its native alias (CPU or CUDA tensor over the same bytes).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include "runtime/allocator.h"
+#include "runtime/substrate.h"
+
+namespace quartz {
+
+inline bool is_quartz(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->device_type() == kQuartz;  // false for an undefined tensor
+}
+
+// A lean alias has the native backend key only: no version counter, and to PyTorch's eyes an inference tensor. It is what
+// a kernel below autograd needs. A full alias is an ordinary tensor, for Python, Inductor and kernels that ask their
+// inputs for requires_grad.
+enum class AliasKind { kLean, kFull };
+
+// The native alias of a quartz tensor: same storage bytes, dtype, sizes, strides, offset, conj and neg bits; sparse,
+// compressed, nested and quantized tensors are rebuilt from the aliases of their parts.
+QUARTZ_API at::Tensor native_alias(const at::Tensor& tensor, AliasKind kind = AliasKind::kLean);
+
+// Dispatch keys that are done with when a kernel of ours runs: autograd, ADInplaceOrView and autocast of any device.
+// Without the last one `torch.autocast("cpu")` would change quartz results.
+QUARTZ_API extern const c10::DispatchKeySet kAboveKernels;
+
+// One operator call: which aliases stand for which tensors, and which storages were adopted, so that outputs which share
+// memory with an argument (views, in-place results) share the argument's storage, and outputs which share memory with one
+// another share one storage.
+class QUARTZ_API AliasScope {
+ public:
+  AliasScope() = default;
+  explicit AliasScope(c10::Device device) : device_(device), has_device_(true) {}
+
+  // The alias of an argument (other devices' tensors pass through). `index_operand`: index tensors may stay on the CPU.
+  at::Tensor to_native(const at::Tensor& tensor, bool index_operand = false, AliasKind kind = AliasKind::kLean);
+  // An output: the argument itself if the kernel handed its alias back, else an adopted tensor.
+  at::Tensor to_quartz(const at::Tensor& native);
+  // After the kernel wrote to the alias of `tensor`: sizes, strides, storage and bits follow it.
+  void write_back(const at::Tensor& tensor);
+
+  // True once an argument has named the device.
+  bool has_device() const { return has_device_; }
+  c10::Device device() const { return device_; }
+  // Takes the device of an argument; RuntimeError if another argument is on another quartz device.
+  void take_device(c10::Device device);
+  // RuntimeError if a CPU tensor with dimensions was given beside a quartz tensor.
+  void check_operands(const char* op) const {
+    if (C10_UNLIKELY(cpu_operand_ && !pairs_.empty())) throw_mixed_devices(op);
+  }
+  // True if `native` shares memory with the alias of an argument.
+  bool is_alias_of_argument(const at::Tensor& native) const;
+
+ private:
+  struct Pair {
+    at::Tensor quartz, native;
+  };
+
+  [[noreturn]] void throw_mixed_devices(const char* op) const;
+  c10::Storage storage_for(const c10::Storage& native);
+  at::Tensor adopt_layout(const at::Tensor& native);        // layouts.cpp
+  void write_back_layout(const Pair& pair);                 // layouts.cpp
+
+  c10::SmallVector<Pair, 4> pairs_;
+  c10::SmallVector<c10::Storage, 2> adopted_;
+  c10::Device device_{kQuartz, 0};
+  bool has_device_ = false;
+  bool cpu_operand_ = false;
+};
+
+// True for tensors that are more than sizes and strides over a storage: sparse, compressed, nested, quantized, zero.
+bool has_special_layout(c10::DispatchKeySet keys);
+at::Tensor native_alias_of_layout(const at::Tensor& tensor);  // layouts.cpp
+
+// Copies sizes, strides, offset, conj, neg and wrapped-number bits.
+void copy_metadata(c10::TensorImpl& destination, const at::Tensor& source);
+
+}  // namespace quartz

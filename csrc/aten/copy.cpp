@@ -1,0 +1,61 @@
+// Copies between devices, dtypes and layouts. PyTorch sends every copy_ with a quartz side here as _copy_from.
+#include <ATen/ops/copy.h>
+#include <ATen/ops/zeros_like.h>
+
+#include "aten/alias.h"
+#include "aten/own_kernel.h"
+#include "aten/registration.h"
+#include "runtime/guard.h"
+
+namespace quartz {
+namespace {
+
+at::Tensor alias_or_self(const at::Tensor& tensor) { return is_quartz(tensor) ? native_alias(tensor) : tensor; }
+
+// Both sides become native tensors and the native copy_ does the work: host to device, peer to peer, pinned and
+// non-blocking as CUDA does them. A copy to pageable memory has finished on return, also with non_blocking.
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
+  const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  auto target = alias_or_self(destination);
+  if (C10_UNLIKELY(self._is_zerotensor())) {
+    target.zero_();
+  } else {
+    target.copy_(alias_or_self(self), non_blocking);
+  }
+  return destination;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destination) {
+  destination.resize_(self.sizes());
+  return copy_from(self, destination, /*non_blocking=*/false);
+}
+
+// A copy-on-write clone would share the native block behind our back.
+at::Tensor lazy_clone(const at::Tensor& self) { return self.clone(); }
+
+void record_tensor_stream(at::Tensor& self, c10::Stream stream) { record_stream(self.storage().data_ptr(), stream); }
+
+// Without a rule of their own, _copy_from of a conjugated view would materialise it with clone, which copies, which calls
+// _copy_from ...: let the bits through, the native copy_ resolves them.
+void fall_through(c10::DispatchKey key) {
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
+  library->impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library->impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace
+
+void register_copies(torch::Library& library) {
+  own_kernel<&copy_from>(library, "_copy_from");
+  own_kernel<&copy_from_and_resize>(library, "_copy_from_and_resize");
+  own_kernel<&lazy_clone>(library, "_lazy_clone");
+  own_kernel<&record_tensor_stream>(library, "record_stream");
+  for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor}) {
+    fall_through(key);
+  }
+  auto* quantized = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::QuantizedPrivateUse1, __FILE__,
+                                       __LINE__);
+  own_kernel<&copy_from>(*quantized, "_copy_from");
+}
+
+}  // namespace quartz

@@ -1,0 +1,31 @@
+// How often each operator ran an own kernel of quartz, and how often the native device's through the fallback.
+#pragma once
+
+#include <ATen/core/operator_name.h>
+#include <atomic>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "runtime/export.h"
+
+namespace quartz {
+
+struct OpCounter {
+  std::string name;  // "aten::add.Tensor"
+  std::atomic<uint64_t> own{0}, fallback{0};
+
+  void count_own() { own.fetch_add(1, std::memory_order_relaxed); }
+  void count_fallback() { fallback.fetch_add(1, std::memory_order_relaxed); }
+};
+
+// The counter of an operator, made at the first call. The reference stays valid until the process ends.
+QUARTZ_API OpCounter& op_counter(const std::string& name);
+
+std::string full_name(const c10::OperatorName& name);
+
+// Operators with at least one call since the last reset: name -> (own, fallback).
+QUARTZ_API std::map<std::string, std::pair<uint64_t, uint64_t>> op_counts();
+QUARTZ_API void reset_op_counts();
+
+}  // namespace quartz

@@ -1,0 +1,50 @@
+#include "aten/registration.h"
+
+#include <c10/core/DeviceType.h>
+
+#include "runtime/allocator.h"
+#include "runtime/guard.h"
+#include "runtime/hooks.h"
+#include "runtime/substrate.h"
+
+namespace quartz {
+namespace {
+
+bool register_everything() {
+  c10::register_privateuse1_backend("quartz");
+  register_guard();
+  register_allocator();
+  register_hooks();
+
+  // Leaked: destroying a Library takes its kernels away, and tensors may be used until the very end of the process.
+  auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  register_factories(*aten);
+  register_views(*aten);
+  register_copies(*aten);
+  register_set(*aten);
+  register_convolution(*aten);
+  register_attention(*aten);
+  register_dropout(*aten);
+  if (!substrate().is_cuda()) {
+    register_recurrent(*aten);
+    register_histogram(*aten);
+  }
+  register_hot_operators(*aten);
+  register_direct();
+  register_fallback();
+  register_autocast();
+  return true;
+}
+
+// At load, after libtorch's own registrations (libquartz.so depends on libtorch, which is therefore loaded first).
+const bool registered = (initialize(), true);
+
+}  // namespace
+
+void initialize() {
+  static const bool done = register_everything();
+  (void)done;
+  (void)registered;
+}
+
+}  // namespace quartz

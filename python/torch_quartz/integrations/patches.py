@@ -1,0 +1,115 @@
+"""The one table of Python patches of PyTorch and of other packages; ``docs/patches.md`` describes each.
+
+``import torch_quartz`` installs all of them; ``torch_quartz.undo_patches()`` takes them back and leaves the device
+working. Each integration module changes one package or one part of PyTorch, and says what in its row here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch_quartz.integrations import (
+    accelerate,
+    cuda_backward,
+    dlpack,
+    inductor,
+    multiprocessing,
+    safetensors,
+    transformers,
+)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """The changes that one integration module makes.
+
+    Attributes
+    ----------
+    name : str
+        Name of the module, for `undo`.
+    changes : tuple of (str, str)
+        What is replaced, and why, in one sentence each.
+    install, undo : callable
+        Take no arguments. `undo` restores what `install` found.
+    """
+
+    name: str
+    changes: tuple[tuple[str, str], ...]
+    install: Callable[[], None]
+    undo: Callable[[], None]
+
+
+def _patch(module: ModuleType, *changes: tuple[str, str]) -> Patch:
+    listed = tuple((row["target"], row["reason"]) for row in getattr(module, "PATCHES", ()))
+    return Patch(module.__name__.rpartition(".")[2], changes + listed, module.install, module.undo)
+
+
+PATCHES = (
+    _patch(
+        dlpack,
+        (
+            "torch.Tensor.__dlpack__, torch.Tensor.__dlpack_device__",
+            "PyTorch knows no DLPack device for a renamed backend; quartz tensors are exported as native memory",
+        ),
+    ),
+    _patch(
+        multiprocessing,
+        (
+            "ForkingPickler's reducers of torch.Tensor, torch.nn.Parameter and torch.UntypedStorage",
+            "PyTorch shares every storage but CUDA's as CPU memory, which would swap the memory of quartz tensors",
+        ),
+    ),
+    _patch(
+        cuda_backward,
+        (
+            "torch.autograd.graph._engine_run_backward (cuda substrate only)",
+            "the autograd engine knows one accelerator per process and stops backward passes of plain cuda tensors",
+        ),
+    ),
+    _patch(inductor),
+    _patch(safetensors),
+    _patch(accelerate),
+    _patch(transformers),
+)
+
+_installed: list[Patch] = []
+
+
+def installed() -> list[str]:
+    """Return the names of the patches in force, in the order of their installation."""
+    return [patch.name for patch in _installed]
+
+
+def install_all() -> None:
+    """Install every patch of the table that is not in force."""
+    for patch in PATCHES:
+        if patch not in _installed:
+            patch.install()
+            _installed.append(patch)
+
+
+def undo_all() -> None:
+    """Take back every patch in force, the last one first."""
+    while _installed:
+        _installed.pop().undo()
+
+
+def undo(name: str) -> None:
+    """Take back the changes of one integration module.
+
+    Parameters
+    ----------
+    name : str
+        A name of the table.
+
+    Raises
+    ------
+    ValueError
+        If no patch of that name is in force.
+    """
+    for patch in _installed:
+        if patch.name == name:
+            _installed.remove(patch)
+            patch.undo()
+            return
+    raise ValueError(f"no patch '{name}' is installed; installed are: {', '.join(installed()) or 'none'}")

@@ -1,0 +1,69 @@
+"""Shared by all tests: the device is registered, and other processes can be asked to run a piece of code."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+import torch_quartz
+
+PYTHON_FOLDER = Path(torch_quartz.__file__).resolve().parents[1]
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "host: the test is about the host substrate and is not collected on cuda")
+    config.addinivalue_line("markers", "cuda: the test is about the cuda substrate and is not collected on host")
+    config.addinivalue_line("markers", "two_devices: the test needs two devices and is not collected with fewer")
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config, items):
+    # Deselected, not skipped: what does not concern this process is not counted at all.
+    other = "cuda" if torch.quartz.substrate() == "host" else "host"
+    unwanted = [
+        item
+        for item in items
+        if item.get_closest_marker(other)
+        or (item.get_closest_marker("two_devices") and torch.quartz.device_count() < 2)
+    ]
+    if unwanted:
+        config.hook.pytest_deselected(items=unwanted)
+        items[:] = [item for item in items if item not in unwanted]
+
+
+@pytest.fixture
+def run_python(tmp_path):
+    """Return a function that runs code in a fresh interpreter and returns what it printed.
+
+    The process must end with `status` and, unless `stderr` is given, write nothing to stderr; `stderr` is text that
+    must occur there.
+    """
+
+    def run(code, *, status=0, stderr=None, environment=None, arguments=(), autoload=False):
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCH_QUARTZ_AUTOLOAD")}
+        variables["PYTHONPATH"] = os.pathsep.join([str(PYTHON_FOLDER), variables.get("PYTHONPATH", "")]).rstrip(
+            os.pathsep
+        )
+        variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1" if autoload else "0"
+        variables.update(environment or {})
+        script = tmp_path / f"script_{len(list(tmp_path.glob('script_*')))}.py"
+        script.write_text(textwrap.dedent(code))
+        done = subprocess.run(
+            [sys.executable, str(script), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            env=variables,
+            cwd=tmp_path,
+            timeout=300,
+        )
+        assert done.returncode == status, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+        if stderr is None:
+            assert done.stderr == ""
+        else:
+            assert stderr in done.stderr
+        return done.stdout
+
+    return run

@@ -1,0 +1,176 @@
+"""Memory statistics and running out of memory."""
+
+import gc
+import re
+
+import pytest
+import torch
+
+MIB = 2**20
+
+
+def test_live_bytes():
+    gc.collect()
+    before = torch.quartz.memory_allocated()
+    x = torch.empty(3 * MIB, dtype=torch.uint8, device="quartz")
+    assert torch.quartz.memory_allocated() == before + 3 * MIB == torch.accelerator.memory_allocated()
+    view = x[5:]
+    assert torch.quartz.memory_allocated() == before + 3 * MIB
+    del x
+    assert torch.quartz.memory_allocated() == before + 3 * MIB
+    del view
+    assert torch.quartz.memory_allocated() == before
+
+
+def test_peak():
+    gc.collect()
+    torch.quartz.reset_peak_memory_stats()
+    start = torch.quartz.memory_allocated()
+    assert torch.quartz.max_memory_allocated() == start
+    x = torch.empty(4 * MIB, dtype=torch.uint8, device="quartz")
+    del x
+    assert torch.quartz.memory_allocated() == start
+    assert torch.quartz.max_memory_allocated() == start + 4 * MIB == torch.accelerator.max_memory_allocated()
+    torch.quartz.reset_peak_memory_stats("quartz:0")
+    assert torch.quartz.max_memory_allocated("quartz") == start
+
+
+def test_results_of_operators_are_counted():
+    # The native kernel allocates the result, not this project's allocator.
+    x = torch.ones(MIB, device="quartz")
+    before = torch.quartz.memory_allocated()
+    y = x + 1
+    assert torch.quartz.memory_allocated() == before + y.nbytes
+    z = torch.cat([x, y])
+    assert torch.quartz.memory_allocated() == before + y.nbytes + z.nbytes
+    del y, z
+    assert torch.quartz.memory_allocated() == before
+
+
+def test_an_inplace_operator_allocates_nothing():
+    x = torch.ones(MIB, device="quartz")
+    torch.quartz.reset_peak_memory_stats()
+    before = torch.quartz.memory_allocated()
+    x.add_(1).mul_(2)
+    torch.add(x, 1, out=x)
+    assert torch.quartz.max_memory_allocated() == before
+
+
+def test_fallback_calls_copy_nothing():
+    x = torch.ones(2 * MIB, device="quartz")
+    pointer = x.data_ptr()
+    torch.quartz.reset_peak_memory_stats()
+    before = torch.quartz.memory_allocated()
+    y = x.view(1024, -1).t()[3:].transpose(0, 1)
+    assert y.untyped_storage().data_ptr() == pointer
+    x.sum()
+    assert torch.quartz.max_memory_allocated() <= before + MIB // 8
+    assert torch.quartz.native_alias(x).data_ptr() == pointer
+
+
+def test_reserved_holds_what_is_allocated():
+    x = torch.empty(MIB, device="quartz")
+    assert torch.quartz.memory_reserved() >= torch.quartz.memory_allocated() >= x.nbytes
+    assert torch.quartz.max_memory_reserved() >= torch.quartz.memory_reserved()
+    torch.quartz.empty_cache()
+    assert torch.quartz.memory_reserved() >= torch.quartz.memory_allocated()
+
+
+def test_stats_have_the_names_of_cuda():
+    torch.empty(8, device="quartz")
+    stats = torch.quartz.memory_stats()
+    for name in ("allocated_bytes", "reserved_bytes", "active_bytes", "allocation", "segment"):
+        for kind in ("current", "peak", "allocated", "freed"):
+            assert stats[f"{name}.all.{kind}"] >= 0, name
+    assert stats["num_ooms"] >= 0
+    assert (
+        stats["allocated_bytes.all.allocated"] - stats["allocated_bytes.all.freed"] == torch.quartz.memory_allocated()
+    )
+    nested = torch.quartz.memory_stats_as_nested_dict()
+    assert nested["allocated_bytes"]["all"]["peak"] == torch.quartz.max_memory_allocated()
+
+
+def test_accumulated_stats_can_be_reset():
+    x = torch.empty(MIB, dtype=torch.uint8, device="quartz")
+    torch.quartz.reset_accumulated_memory_stats()
+    assert torch.quartz.memory_stats()["allocated_bytes.all.allocated"] == 0
+    y = torch.empty(MIB, dtype=torch.uint8, device="quartz")
+    assert torch.quartz.memory_stats()["allocated_bytes.all.allocated"] == MIB
+    del x, y
+
+
+def test_free_and_total():
+    free, total = torch.quartz.mem_get_info()
+    assert 0 < free <= total == torch.quartz.get_device_properties().total_memory
+    assert torch.quartz.mem_get_info("quartz:0")[1] == total
+
+
+def test_summary_is_readable():
+    summary = torch.quartz.memory_summary()
+    assert summary.startswith("quartz:0 memory") and "allocated bytes" in summary and "segments" in summary
+    assert "segments" not in torch.quartz.memory_summary(abbreviated=True)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.empty(1 << 47, dtype=torch.uint8, device="quartz"),
+        lambda: torch.zeros(1 << 45, device="quartz"),
+        lambda: torch.ones(1, device="quartz").expand(1 << 45).contiguous(),
+        lambda: torch.ones(1, device="quartz").expand(1 << 45) + 1,
+        lambda: torch.ones(1, dtype=torch.uint8, device="quartz").resize_(1 << 47),
+    ],
+    ids=["empty", "zeros", "contiguous", "operator", "resize"],
+)
+def test_out_of_memory(call):
+    kept = torch.arange(1000, device="quartz")
+    before, errors = torch.quartz.memory_allocated(), torch.quartz.memory_stats()["num_ooms"]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        call()
+    message = str(caught.value).splitlines()[0]
+    # bytes asked, device, allocated, reserved, free
+    assert "128.00 TiB" in message or "131072.00 GiB" in message, message
+    assert "quartz:0" in message, message
+    for word in ("allocated", "reserved", "free"):
+        assert re.search(rf"\d[\d.]* (bytes|[KMGT]iB)[^,;.]* {word}|{word}[^,;.]*\d[\d.]* (bytes|[KMGT]iB)", message), (
+            word,
+            message,
+        )
+    del caught
+    assert torch.quartz.memory_allocated() == before
+    assert torch.quartz.memory_stats()["num_ooms"] > errors
+    assert torch.equal(kept.cpu(), torch.arange(1000)) and (kept + 1).sum().item() == 500500
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(RuntimeError, match="negative dimension"):
+        torch.empty(-1, device="quartz")
+    with pytest.raises(RuntimeError):
+        torch.empty(1 << 40, 1 << 40, device="quartz")
+    assert torch.ones(2, device="quartz").sum().item() == 2
+
+
+def test_recovering_as_cuda_users_do():
+    # torch.OutOfMemoryError is what the retry loops of training scripts and accelerate catch.
+    sizes = [1 << 47, 1 << 10]
+    for size in sizes:
+        try:
+            x = torch.empty(size, dtype=torch.uint8, device="quartz")
+            break
+        except torch.OutOfMemoryError:
+            torch.quartz.empty_cache()
+    assert x.numel() == 1 << 10
+
+
+@pytest.mark.host
+def test_what_only_cuda_has_says_so():
+    for call in (torch.quartz.memory_snapshot, lambda: torch.quartz.set_per_process_memory_fraction(0.5)):
+        with pytest.raises(RuntimeError, match="needs the cuda substrate; this process runs on host"):
+            call()
+    torch.quartz.ipc_collect()
+
+
+def test_zero_bytes():
+    x = torch.empty(0, device="quartz")
+    assert x.device.index == torch.quartz.current_device() and x.numel() == 0 and x.nbytes == 0
+    assert torch.cat([x, x]).device.type == "quartz"

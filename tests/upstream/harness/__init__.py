@@ -1,0 +1,1 @@
+"""Harness of the conformance sweep: PyTorch's own operator, module and optimizer databases against quartz."""

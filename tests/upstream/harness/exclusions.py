@@ -1,0 +1,58 @@
+"""The reviewed list of what is not compared, or compared less strictly, each with its cause.
+
+Nothing is excluded because quartz fails it. An entry of `EXCLUDED` counts as skipped, never as passed.
+"""
+
+from __future__ import annotations
+
+# (database, entry, dtype or "*", check or "*") -> cause.
+EXCLUDED: dict[tuple[str, str, str, str], str] = {}
+
+# Operators that return memory nobody has written: everything but the elements is compared.
+UNINITIALISED = (
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+)
+
+# Operators that make tensors and take ``device=``, but whose Python signature cannot be inspected.
+FACTORIES = (
+    "arange",
+    "empty",
+    "empty_permuted",
+    "empty_strided",
+    "eye",
+    "full",
+    "linspace",
+    "logspace",
+    "ones",
+    "randint",
+    "randn",
+    "randperm",
+    "scalar_tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+)
+
+# Operators whose tensor arguments after the first must be on the CPU for every device.
+ARGUMENTS_ON_CPU = ("tensor_split",)
+
+# Host substrate: operators whose result may be close instead of bit-equal -> cause.
+_LSTSQ = "plain CPU differs from itself between two processes: LAPACK's rounding depends on where memory is aligned"
+CLOSE_ON_HOST: dict[str, str] = {
+    "linalg_lstsq": _LSTSQ,
+    "linalg_lstsq_grad_oriented": _LSTSQ,
+}
+
+
+def excluded(database: str, name: str, dtype: str, check: str) -> str | None:
+    """The cause why a check of a variant is not run, or None."""
+    for a in (dtype, "*"):
+        for b in (check, "*"):
+            if cause := EXCLUDED.get((database, name, a, b)):
+                return cause
+    return None

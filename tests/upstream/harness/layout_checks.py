@@ -1,0 +1,48 @@
+"""Checks of operators on sparse layouts, for the operators whose database entry has such samples."""
+
+from __future__ import annotations
+
+import unittest
+
+import torch
+
+from .autograd_checks import _through, gradients
+from .records import Outcome
+from .run import OpRun, pick
+
+LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_SAMPLES_PER_LAYOUT = 3
+
+
+def _sparse_samples(run: OpRun, layout: torch.layout) -> list[tuple[str, object]]:
+    if not run.op.supports_sparse_layout(layout):
+        return []
+    generated = run.op.sample_inputs_sparse(
+        layout, run.target.native, run.dtype, requires_grad=run.differentiable
+    )
+    name = str(layout).removeprefix("torch.")
+    try:
+        return [(f"{name} sample {number}", sample) for number, sample in pick(generated, _SAMPLES_PER_LAYOUT)]
+    except (NotImplementedError, unittest.SkipTest):  # the database has no samples for this layout
+        return []
+
+
+def sparse(run: OpRun) -> list[Outcome]:
+    """A plain call on sparse inputs of every layout the operator takes."""
+    outcomes = []
+    for layout in LAYOUTS:
+        for label, sample in _sparse_samples(run, layout):
+            args, kwargs = run.place(sample, grad=False)
+            outcomes.append(run.capture(label, lambda: run.call(args, kwargs)))  # noqa: B023
+    return outcomes
+
+
+def sparse_backward(run: OpRun) -> list[Outcome]:
+    """Gradients through sparse inputs."""
+    if not run.differentiable:
+        return []
+    outcomes = []
+    for layout in LAYOUTS:
+        for label, sample in _sparse_samples(run, layout):
+            outcomes.append(run.capture(label, lambda: _through(run, sample, gradients)))  # noqa: B023
+    return outcomes

@@ -1,0 +1,99 @@
+"""The two sides of a comparison: which device a process works on, and how it is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import sys
+
+ROLES = ("reference", "quartz", "control")
+NATIVE_DEVICE = {"host": "cpu", "cuda": "cuda"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What a worker process computes on.
+
+    Attributes
+    ----------
+    role
+        ``"reference"`` (plain PyTorch), ``"quartz"``, or ``"control"``: plain PyTorch in the place of quartz, which
+        shows what two runs of the native device agree on, and thereby what the harness itself gets wrong.
+    substrate
+        ``"host"`` or ``"cuda"``.
+    native
+        Device type of the substrate: ``"cpu"`` or ``"cuda"``. Samples are generated there in every role.
+    device
+        Device type under test in this process.
+    """
+
+    role: str
+    substrate: str
+
+    @property
+    def native(self) -> str:
+        return NATIVE_DEVICE[self.substrate]
+
+    @property
+    def device(self) -> str:
+        return "quartz" if self.role == "quartz" else self.native
+
+
+def provide_expecttest() -> None:
+    """Make ``import expecttest`` work where the package is missing (PyTorch's test helpers import it)."""
+    if importlib.util.find_spec("expecttest") is None:
+        sys.path.append(str(pathlib.Path(__file__).parent / "standins"))
+
+
+def python_path() -> str:
+    """``PYTHONPATH`` of the workers: this harness, and the source tree where the package is not installed."""
+    here = pathlib.Path(__file__).parents[1]
+    paths = [str(here), os.environ.get("PYTHONPATH", "")]
+    if importlib.util.find_spec("torch_quartz") is None:
+        paths.append(str(here.parents[1] / "python"))
+    return os.pathsep.join(path for path in paths if path)
+
+
+def load(role: str, substrate: str) -> Target:
+    """Prepare this process for its role; only the quartz role imports ``torch_quartz``.
+
+    The other roles must not: on a CUDA build of PyTorch the presence of a second accelerator breaks the backward
+    passes of plain ``"cuda"`` tensors.
+    """
+    provide_expecttest()
+    if role == "quartz":
+        os.environ["TORCH_QUARTZ_SUBSTRATE"] = substrate
+        import torch_quartz
+
+        got = torch_quartz._C.substrate()
+        if got != substrate:
+            raise RuntimeError(f"asked for the {substrate} substrate, got {got}: {torch_quartz._C.substrate_reason()}")
+    return Target(role, substrate)
+
+
+def reset_op_counts(target: Target) -> None:
+    """Set the operator counters to zero (quartz role only)."""
+    if target.role == "quartz":
+        import torch_quartz
+
+        torch_quartz._C.reset_op_counts()
+
+
+def op_counts(target: Target) -> tuple[int, int]:
+    """Operator calls since the last reset: (by own kernels, by the fallback)."""
+    if target.role != "quartz":
+        return 0, 0
+    import torch_quartz
+
+    counts = torch_quartz._C.op_counts().values()
+    return sum(own for own, _ in counts), sum(fallback for _, fallback in counts)
+
+
+def synchronize(target: Target) -> None:
+    """Wait for the device, so that an asynchronous error is charged to the check that caused it."""
+    if target.substrate == "cuda":
+        import torch
+
+        torch.cuda.synchronize()

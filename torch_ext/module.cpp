@@ -1,0 +1,129 @@
+// torch_quartz._C: the only Python binding. It forwards to libquartz.so and holds no state.
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Generator.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
+#include <thread>
+
+#include "aten/alias.h"
+#include "aten/op_counts.h"
+#include "aten/registration.h"
+#include "runtime/generator.h"
+#include "runtime/guard.h"
+#include "runtime/substrate.h"
+#include "runtime/torch_version.h"
+
+namespace py = pybind11;
+
+void bind_compiled_call(py::module& m);         // compiled_call.cpp
+void bind_accelerator_conflict(py::module& m);  // accelerator_conflict.cpp
+
+namespace {
+
+using quartz::AliasKind;
+using quartz::AliasScope;
+
+c10::DeviceIndex checked_index(int64_t index) {
+  if (index < 0) return quartz::current_device();
+  TORCH_CHECK(index <= std::numeric_limits<c10::DeviceIndex>::max(), "quartz: invalid device ordinal ", index);
+  quartz::check_device(static_cast<c10::DeviceIndex>(index));
+  return static_cast<c10::DeviceIndex>(index);
+}
+
+at::Tensor native_alias(const at::Tensor& tensor) {
+  TORCH_CHECK_VALUE(quartz::is_quartz(tensor), "quartz: native_alias: expected a quartz tensor, got one on ",
+                    tensor.device());
+  const c10::impl::ExcludeDispatchKeyGuard below(quartz::kAboveKernels);
+  return quartz::native_alias(tensor, AliasKind::kFull);
+}
+
+at::Tensor adopt(const at::Tensor& tensor, int64_t device_index) {
+  const auto native = quartz::substrate().native_type();
+  TORCH_CHECK_VALUE(tensor.device().type() == native, "quartz: adopt: expected a tensor on ",
+                    c10::DeviceTypeName(native, /*lower_case=*/true), ", got one on ", tensor.device());
+  const bool cuda = quartz::substrate().is_cuda();
+  const auto index = cuda ? tensor.device().index() : checked_index(device_index);
+  TORCH_CHECK_VALUE(!cuda || device_index < 0 || device_index == index, "quartz: adopt: memory on ", tensor.device(),
+                    " cannot become a tensor of device quartz:", device_index, " without a copy");
+  const c10::impl::ExcludeDispatchKeyGuard below(quartz::kAboveKernels);
+  AliasScope scope(c10::Device(quartz::kQuartz, index));
+  return scope.to_quartz(tensor);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["torch_version"] = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR);
+#if QUARTZ_WITH_CUDA
+  info["cuda"] = true;
+#else
+  info["cuda"] = false;
+#endif
+  info["compiler"] = QUARTZ_COMPILER;
+  info["build_type"] = QUARTZ_BUILD_TYPE;
+  return info;
+}
+
+// Exit barrier. The autograd engine's device thread drops the last GraphTask after backward() has returned, which needs
+// the GIL; if Python is finalizing by then the process aborts. A backward from a fresh thread, whose thread-local state
+// holds no Python object, returns only when the device thread has come to it, and so has finished the earlier tasks.
+void drain_autograd() {
+  const py::gil_scoped_release released;
+  for (c10::DeviceIndex index = 0; index < quartz::device_count(); ++index) {
+    std::thread([index] {
+      try {
+        const auto options = at::TensorOptions().device(c10::Device(quartz::kQuartz, index));
+        auto x = at::ones({1}, options).set_requires_grad(true);
+        x.mul(x).sum().backward();
+      } catch (const std::exception&) {
+        // The device cannot run anything any more (e.g. a CUDA error): there is nothing to wait for.
+      }
+    }).join();
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  quartz::initialize();
+  m.def("substrate", [] { return quartz::substrate().name(); });
+  m.def("substrate_reason", [] { return quartz::substrate_reason(); });
+  m.def("build_info", &build_info);
+
+  m.def("device_count", [] { return static_cast<int>(quartz::device_count()); });
+  m.def("current_device", [] {
+    quartz::substrate().initialize();
+    return static_cast<int>(quartz::current_device());
+  });
+  m.def("set_device", [](int64_t index) {
+    TORCH_CHECK(index >= 0 && index <= std::numeric_limits<c10::DeviceIndex>::max(),
+                "quartz: invalid device ordinal ", index);
+    quartz::set_device(static_cast<c10::DeviceIndex>(index));
+  });
+  m.def("exchange_device", [](int64_t index) {
+    return static_cast<int>(quartz::exchange_device(index < 0 ? c10::DeviceIndex(-1) : checked_index(index)));
+  });
+  m.def("synchronize", [](int64_t index) {
+    const auto device = checked_index(index);
+    const py::gil_scoped_release released;
+    quartz::substrate().guard().synchronizeDevice(device);
+  });
+  m.def("default_generator", [](int64_t index) { return quartz::default_generator(checked_index(index)); });
+  m.def("default_stream", [](int64_t index) {
+    const c10::Device device(quartz::kQuartz, checked_index(index));
+    const auto stream = c10::impl::getDeviceGuardImpl(quartz::kQuartz)->getDefaultStream(device);
+    return std::make_tuple(stream.id(), static_cast<int>(stream.device_index()),
+                           static_cast<int>(stream.device_type()));
+  });
+  m.def("initialize", [] { quartz::substrate().initialize(); });
+  m.def("is_initialized", [] { return quartz::substrate().initialized(); });
+  m.def("host_memory", [] { return quartz::host_substrate().memory_info(0); });
+
+  m.def("native_alias", &native_alias);
+  m.def("adopt", &adopt, py::arg("tensor"), py::arg("device_index") = -1);
+  m.def("op_counts", &quartz::op_counts);
+  m.def("reset_op_counts", &quartz::reset_op_counts);
+  m.def("drain_autograd", &drain_autograd);
+
+  bind_compiled_call(m);
+  bind_accelerator_conflict(m);
+}
