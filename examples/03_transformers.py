@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
     arguments = parser.parse_args()
     folder = model_folder()
+    import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before memory and time are measured)
 
     answers = {}
     counts = {}

@@ -1,4 +1,5 @@
-// _C.redirect_accelerator and friends: see csrc/runtime/accelerator_conflict.h. Python half: integrations/cuda_backward.py.
+// _C.redirect_accelerator and friends: see csrc/runtime/accelerator_conflict.h. Python half:
+// integrations/cuda_backward.py.
 #include "runtime/accelerator_conflict.h"
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -41,7 +42,8 @@ void bind_accelerator_conflict(py::module& m) {
   m.def("restore_accelerator", &quartz::restore_accelerator, "Take the redirection back.");
   m.def("accelerator_is_redirected", &quartz::accelerator_is_redirected);
   m.def("call_with_accelerator", &call_with_accelerator, py::arg("type"), py::arg("function"), py::arg("args"),
-        py::arg("kwargs"), "Call function(*args, **kwargs) with devices of `type` as the autograd engine's accelerator.");
+        py::arg("kwargs"),
+        "Call function(*args, **kwargs) with devices of `type` as the autograd engine's accelerator.");
   m.def("scoped_accelerator", &scoped_accelerator, "Device type of the innermost scope of this thread, or None.");
   m.def("graph_accelerators", &graph_accelerators, py::arg("outputs"), py::arg("native"), py::arg("whole") = false,
         "(quartz, native): whether the graph below the outputs has a node on each; stops at the first unless `whole`.");

@@ -1,7 +1,9 @@
 // torch_quartz._C: the only Python binding. It forwards to libquartz.so and holds no state.
+#include <ATen/ops/ones.h>
 #include <torch/csrc/Device.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/device_lazy_init.h>
 #include <torch/csrc/utils/pybind.h>
 #include <thread>
 
@@ -85,6 +87,8 @@ void drain_autograd() {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   quartz::initialize();
+  // Asks torch.quartz._lazy_init again in a forked child, where CUDA cannot be used and Python says so.
+  if (quartz::substrate().is_cuda()) torch::utils::register_fork_handler_for_device_init(quartz::kQuartz);
   m.def("substrate", [] { return quartz::substrate().name(); });
   m.def("substrate_reason", [] { return quartz::substrate_reason(); });
   m.def("build_info", &build_info);

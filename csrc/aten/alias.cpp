@@ -68,11 +68,11 @@ void AliasScope::take_device(c10::Device device) {
               device, "!");
 }
 
-at::Tensor AliasScope::to_native(const at::Tensor& tensor, bool index_operand, AliasKind kind) {
+at::Tensor AliasScope::to_native(const at::Tensor& tensor, Operand operand) {
   if (!tensor.defined()) return tensor;
   if (C10_UNLIKELY(!is_quartz(tensor))) {
     // 0-dim CPU tensors are scalars to every kernel; anything larger must be where the other operands are.
-    if (!index_operand && tensor.is_cpu() && tensor.dim() > 0) cpu_operand_ = true;
+    if (operand != Operand::kIndex && tensor.is_cpu() && tensor.dim() > 0) cpu_operand_ = tensor.unsafeGetTensorImpl();
     return tensor;
   }
   for (const auto& pair : pairs_) {
@@ -81,15 +81,17 @@ at::Tensor AliasScope::to_native(const at::Tensor& tensor, bool index_operand, A
   take_device(tensor.device());
   // Some kernels ask their inputs whether they require grad (_sparse_mm_reduce_impl decides by it what to compute).
   const bool requires_grad = c10::GradMode::is_enabled() && tensor.requires_grad();
-  auto native = native_alias(tensor, requires_grad ? AliasKind::kFull : kind);
+  const bool full = requires_grad || operand == Operand::kWritten;
+  auto native = native_alias(tensor, full ? AliasKind::kFull : AliasKind::kLean);
   if (requires_grad && !native.requires_grad()) native.set_requires_grad(true);
   pairs_.push_back({tensor, std::move(native)});
   return pairs_.back().native;
 }
 
-void AliasScope::throw_mixed_devices(const char* op) const {
+void AliasScope::throw_mixed_devices(const std::string& op, const std::string& argument) const {
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_,
-              " and cpu! (operator ", op, ": move the CPU tensor with .to(\"quartz\"))");
+              " and cpu! (operator ", op, argument.empty() ? "" : ", argument '" + argument + "'",
+              ": move the CPU tensor with .to(\"", device_, "\"))");
 }
 
 bool AliasScope::is_alias_of_argument(const at::Tensor& native) const {

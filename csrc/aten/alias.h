@@ -26,6 +26,10 @@ QUARTZ_API at::Tensor native_alias(const at::Tensor& tensor, AliasKind kind = Al
 // Without the last one `torch.autocast("cpu")` would change quartz results.
 QUARTZ_API extern const c10::DispatchKeySet kAboveKernels;
 
+// What an operator does with an operand. Kernels that write may count versions themselves (CUDA's foreach and fused
+// optimisers do), so a written operand gets a full alias; index operands may stay on the CPU for every device.
+enum class Operand { kRead, kWritten, kIndex };
+
 // One operator call: which aliases stand for which tensors, and which storages were adopted, so that outputs which share
 // memory with an argument (views, in-place results) share the argument's storage, and outputs which share memory with one
 // another share one storage.
@@ -34,8 +38,8 @@ class QUARTZ_API AliasScope {
   AliasScope() = default;
   explicit AliasScope(c10::Device device) : device_(device), has_device_(true) {}
 
-  // The alias of an argument (other devices' tensors pass through). `index_operand`: index tensors may stay on the CPU.
-  at::Tensor to_native(const at::Tensor& tensor, bool index_operand = false, AliasKind kind = AliasKind::kLean);
+  // The alias of an argument (other devices' tensors pass through).
+  at::Tensor to_native(const at::Tensor& tensor, Operand operand = Operand::kRead);
   // An output: the argument itself if the kernel handed its alias back, else an adopted tensor.
   at::Tensor to_quartz(const at::Tensor& native);
   // After the kernel wrote to the alias of `tensor`: sizes, strides, storage and bits follow it.
@@ -46,9 +50,13 @@ class QUARTZ_API AliasScope {
   c10::Device device() const { return device_; }
   // Takes the device of an argument; RuntimeError if another argument is on another quartz device.
   void take_device(c10::Device device);
-  // RuntimeError if a CPU tensor with dimensions was given beside a quartz tensor.
+  // A CPU tensor with dimensions that was given beside a quartz tensor, else null: to be refused, since on host memory
+  // the kernel would compute with it in silence.
+  const c10::TensorImpl* misplaced_operand() const { return pairs_.empty() ? nullptr : cpu_operand_; }
+  [[noreturn]] void throw_mixed_devices(const std::string& op, const std::string& argument) const;
+  // The check for own kernels, which know the argument's name only by its place in the schema.
   void check_operands(const char* op) const {
-    if (C10_UNLIKELY(cpu_operand_ && !pairs_.empty())) throw_mixed_devices(op);
+    if (C10_UNLIKELY(misplaced_operand() != nullptr)) throw_mixed_devices(op, "");
   }
   // True if `native` shares memory with the alias of an argument.
   bool is_alias_of_argument(const at::Tensor& native) const;
@@ -58,7 +66,6 @@ class QUARTZ_API AliasScope {
     at::Tensor quartz, native;
   };
 
-  [[noreturn]] void throw_mixed_devices(const char* op) const;
   c10::Storage storage_for(const c10::Storage& native);
   at::Tensor adopt_layout(const at::Tensor& native);        // layouts.cpp
   void write_back_layout(const Pair& pair);                 // layouts.cpp
@@ -67,7 +74,7 @@ class QUARTZ_API AliasScope {
   c10::SmallVector<c10::Storage, 2> adopted_;
   c10::Device device_{kQuartz, 0};
   bool has_device_ = false;
-  bool cpu_operand_ = false;
+  const c10::TensorImpl* cpu_operand_ = nullptr;  // identity only
 };
 
 // True for tensors that are more than sizes and strides over a storage: sparse, compressed, nested, quantized, zero.

@@ -19,7 +19,8 @@ at::Tensor CompiledCall::to_native(const at::Tensor& input) {
   return native;
 }
 
-// The living quartz storage over `native`, or null. An address may have been reused since it was noted, hence the check.
+// The living quartz storage over `native`, or null. An address may have been reused since it was noted, hence the
+// check.
 StoragePtr CompiledCall::find(const c10::StorageImpl& native) const {
   for (const auto& known : known_) {
     if (known.native != &native) continue;

@@ -90,9 +90,9 @@ class Call {
     for (const auto& argument : facts_.arguments) {
       auto& value = stack_[base_ + argument.index];
       if (argument.written) written_.push_back({argument.index, value});
-      if (!value.isNone() && argument.kind != Kind::kGenerator) map_argument(value, argument.kind);
+      if (!value.isNone() && argument.kind != Kind::kGenerator) map_argument(value, argument);
     }
-    if (!facts_.mixed_devices) scope_.check_operands(facts_.counter.name.c_str());
+    if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) throw_mixed_devices();
     for (const auto& argument : facts_.arguments) {  // after the device is known
       if (argument.kind == Kind::kGenerator) map_generator(stack_[base_ + argument.index]);
     }
@@ -121,14 +121,28 @@ class Call {
     IValue value;
   };
 
-  void map_argument(IValue& value, Kind kind) {
-    switch (kind) {
+  // The aliases have replaced the quartz tensors on the stack, the misplaced CPU tensor is still there.
+  [[noreturn]] void throw_mixed_devices() {
+    std::string name;
+    for (const auto& argument : facts_.arguments) {
+      const auto look = [&](const at::Tensor& tensor) {
+        if (tensor.unsafeGetTensorImpl() == scope_.misplaced_operand()) name = facts_.argument_names[argument.index];
+        return IValue(tensor);
+      };
+      map_nested(stack_[base_ + argument.index], look);
+    }
+    scope_.throw_mixed_devices(facts_.counter.name, name);
+  }
+
+  void map_argument(IValue& value, const OpFacts::Argument& argument) {
+    const auto operand = argument.written ? Operand::kWritten : Operand::kRead;
+    switch (argument.kind) {
       case Kind::kTensor:
-        if (value.isTensor()) value = scope_.to_native(value.toTensor());
+        if (value.isTensor()) value = scope_.to_native(value.toTensor(), operand);
         break;
       case Kind::kTensorList: {
         c10::List<at::Tensor> list;
-        for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(scope_.to_native(tensor));
+        for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(scope_.to_native(tensor, operand));
         value = std::move(list);
         break;
       }
@@ -137,7 +151,7 @@ class Call {
         c10::List<std::optional<at::Tensor>> list;
         for (std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
           if (tensor && tensor->defined()) {
-            list.push_back(scope_.to_native(*tensor, /*index_operand=*/true));
+            list.push_back(scope_.to_native(*tensor, argument.written ? operand : Operand::kIndex));
           } else {
             list.push_back(std::nullopt);
           }
@@ -272,6 +286,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
       mixed_devices(takes_cpu_operands(counter.name)) {
   for (std::size_t i = 0; i < argument_count; ++i) {
     const auto& argument = schema.arguments()[i];
+    argument_names.push_back(argument.name());
     const auto kind = kind_of(argument.real_type());
     if (!kind) continue;
     const auto* alias = argument.alias_info();

@@ -24,6 +24,7 @@ struct OpFacts {
   OpCounter& counter;
   std::size_t argument_count, return_count;
   c10::SmallVector<Argument, 8> arguments;  // those that need mapping; integers, scalars, dtypes ... do not
+  std::vector<std::string> argument_names;  // of all
   c10::SmallVector<int, 4> returned_argument;  // per return: the written argument it is, or -1
   bool mixed_devices = false;               // takes CPU tensors beside quartz ones by design
 };

@@ -61,6 +61,8 @@
 #include <tuple>
 #include <type_traits>
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include "aten/op_counts.h"
 #include "aten/registration.h"
 
@@ -85,7 +87,7 @@ struct Native<const at::Tensor&> {
 template <>
 struct Native<at::Tensor&> {  // in-place or out=
   at::Tensor alias;
-  Native(at::Tensor& argument, AliasScope& scope) : alias(scope.to_native(argument)) {}
+  Native(at::Tensor& argument, AliasScope& scope) : alias(scope.to_native(argument, Operand::kWritten)) {}
   at::Tensor& get() { return alias; }
 };
 template <>
@@ -97,11 +99,11 @@ struct Native<const std::optional<at::Tensor>&> {
   const std::optional<at::Tensor>& get() { return alias; }
 };
 template <>
-struct Native<at::TensorList> {
+struct Native<at::TensorList> {  // read, or written by an in-place foreach operator: the type does not tell
   c10::SmallVector<at::Tensor, 4> aliases;
   Native(at::TensorList argument, AliasScope& scope) {
     aliases.reserve(argument.size());
-    for (const auto& tensor : argument) aliases.push_back(scope.to_native(tensor));
+    for (const auto& tensor : argument) aliases.push_back(scope.to_native(tensor, Operand::kWritten));
   }
   at::TensorList get() { return aliases; }
 };
@@ -123,7 +125,7 @@ struct Native<const OptionalTensorList&> {  // indices: those may stay on the CP
     aliases.reserve(argument.size());
     for (std::optional<at::Tensor> tensor : argument) {
       if (tensor && tensor->defined()) {
-        aliases.push_back(scope.to_native(*tensor, /*index_operand=*/true));
+        aliases.push_back(scope.to_native(*tensor, Operand::kIndex));
       } else {
         aliases.push_back(std::nullopt);
       }
@@ -144,6 +146,21 @@ std::tuple<T...> to_quartz(std::tuple<T...> native, AliasScope& scope) {
 }
 at::Scalar to_quartz(at::Scalar native, AliasScope&) { return native; }
 
+// Whether an argument is, or contains, the tensor: for naming it in an error.
+template <class T>
+bool holds(const T& argument, const c10::TensorImpl* tensor) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return argument.unsafeGetTensorImpl() == tensor;
+  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+    return argument && argument->unsafeGetTensorImpl() == tensor;
+  } else if constexpr (std::is_same_v<T, at::TensorList> || std::is_same_v<T, at::ITensorListRef>) {
+    for (const auto& element : argument) {
+      if (element.unsafeGetTensorImpl() == tensor) return true;
+    }
+  }
+  return false;
+}
+
 // The one argument of type Tensor& (in-place and out= operators with a single result).
 inline at::Tensor* written(at::Tensor& tensor) { return &tensor; }
 template <class T>
@@ -163,7 +180,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
     AliasScope scope;
     std::tuple<Native<Arguments>...> natives{Native<Arguments>(arguments, scope)...};
-    scope.check_operands(counter->name.c_str());
+    if (C10_UNLIKELY(scope.misplaced_operand() != nullptr)) throw_mixed_devices(scope, arguments...);
     try {
       if constexpr (std::is_void_v<Result>) {
         std::apply([](auto&... native) { Op::redispatch(keys(), native.get()...); }, natives);
@@ -184,6 +201,14 @@ struct Unboxed<Op, Result(Arguments...)> {
   }
 
  private:
+  template <class... Given>
+  [[noreturn]] static void throw_mixed_devices(const AliasScope& scope, const Given&... arguments) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    std::size_t place = 0, found = 0;
+    ((found = holds(arguments, scope.misplaced_operand()) ? place : found, ++place), ...);
+    scope.throw_mixed_devices(counter->name, op.schema().arguments()[found].name());
+  }
+
   static c10::DispatchKeySet keys() { return c10::DispatchKeySet(substrate().keys().dense); }
 };
 

@@ -11,6 +11,7 @@ namespace quartz {
 namespace {
 
 bool register_everything() {
+  substrate();  // a wrong environment variable throws here, before anything is registered
   c10::register_privateuse1_backend("quartz");
   register_guard();
   register_allocator();
@@ -36,13 +37,21 @@ bool register_everything() {
   return true;
 }
 
-// At load, after libtorch's own registrations (libquartz.so depends on libtorch, which is therefore loaded first).
-const bool registered = (initialize(), true);
+// At load, after libtorch's own registrations (libquartz.so depends on libtorch, which is therefore loaded first). An
+// exception here would end the process: it is left for the first caller of initialize().
+const bool registered = [] {
+  try {
+    initialize();
+    return true;
+  } catch (const std::exception&) {
+    return false;
+  }
+}();
 
 }  // namespace
 
 void initialize() {
-  static const bool done = register_everything();
+  static const bool done = register_everything();  // a failed attempt is repeated at the next call
   (void)done;
   (void)registered;
 }

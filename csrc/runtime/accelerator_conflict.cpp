@@ -154,8 +154,8 @@ void write_slot(const Slot& slot, GetAccelerator function) {
   const auto page_size = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
   const auto page = reinterpret_cast<void*>(reinterpret_cast<std::uintptr_t>(slot.address) & ~(page_size - 1));
   if (slot.read_only) {
-    TORCH_CHECK(::mprotect(page, page_size, PROT_READ | PROT_WRITE) == 0,
-                "quartz: the procedure linkage table of ", kLibrary, " cannot be made writable: ", std::strerror(errno));
+    TORCH_CHECK(::mprotect(page, page_size, PROT_READ | PROT_WRITE) == 0, "quartz: the procedure linkage table of ",
+                kLibrary, " cannot be made writable: ", std::strerror(errno));
   }
   __atomic_store_n(slot.address, function, __ATOMIC_RELEASE);
   if (slot.read_only) ::mprotect(page, page_size, PROT_READ);
@@ -180,8 +180,9 @@ void redirect_accelerator() {
 #else
   slot.problem = "this is known for Linux on x86-64 only";
 #endif
-  TORCH_CHECK(slot.address != nullptr, "quartz: the accelerator question of the autograd engine cannot be redirected in ",
-              kLibrary, ": ", slot.problem);
+  TORCH_CHECK(slot.address != nullptr,
+              "quartz: the accelerator question of the autograd engine cannot be redirected in ", kLibrary, ": ",
+              slot.problem);
   // Whoever redirected the slot before us stays in the chain; an entry not yet bound points into the library itself.
   const auto before = __atomic_load_n(slot.address, __ATOMIC_ACQUIRE);
   Dl_info bound{}, own{};

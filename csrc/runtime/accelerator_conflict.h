@@ -1,11 +1,11 @@
 // One process, two accelerators: backward passes of plain "cuda" tensors after libquartz.so was loaded.
 //
-// PyTorch knows one accelerator per process, at::accelerator::getAccelerator(), and a registered PrivateUse1 device takes
-// the place of CUDA. The autograd engine asks it for the streams of a graph's nodes, finds none on a CUDA graph and stops
-// with an internal assertion. PyTorch has no hook for this, so the engine's own calls of that function, which go through
-// the procedure linkage table of libtorch_cpu.so, are redirected: inside an AcceleratorScope they give the scope's device
-// type, elsewhere what PyTorch says. The scope is thread-local and travels with at::ThreadLocalState into the engine's
-// device threads, so CUDA and quartz graphs may run backward in several threads at a time.
+// PyTorch knows one accelerator per process, at::accelerator::getAccelerator(), and a registered PrivateUse1 device
+// takes the place of CUDA. The autograd engine asks it for the streams of a graph's nodes, finds none on a CUDA graph
+// and stops with an internal assertion. PyTorch has no hook for this, so the engine's own calls of that function, which
+// go through the procedure linkage table of libtorch_cpu.so, are redirected: inside an AcceleratorScope they give the
+// scope's device type, elsewhere what PyTorch says. The scope is thread-local and travels with at::ThreadLocalState
+// into the engine's device threads, so CUDA and quartz graphs may run backward in several threads at a time.
 #pragma once
 
 #include <c10/core/DeviceType.h>
@@ -30,7 +30,8 @@ QUARTZ_API void restore_accelerator();
 QUARTZ_API bool accelerator_is_redirected();
 
 // While it lives, the autograd engine takes devices of `type` for the accelerator, in this thread and in the device
-// threads that work for a backward() started here. Redirects at the first use, so it throws like redirect_accelerator().
+// threads that work for a backward() started here. Redirects at the first use, so it throws like
+// redirect_accelerator().
 //
 //   {
 //     quartz::AcceleratorScope scope(c10::DeviceType::CUDA);

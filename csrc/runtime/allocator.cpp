@@ -207,7 +207,7 @@ void throw_out_of_memory(c10::DeviceIndex device, const std::string& asked) {
   const auto [free_bytes, total_bytes] = substrate().memory_info(device);
   const auto amount = [](const StatArray& array) { return human(static_cast<double>(array[kAggregate].current)); };
   std::ostringstream message;
-  message << "quartz out of memory: tried to allocate " << asked << " on device quartz:" << static_cast<int>(device)
+  message << "quartz out of memory. Tried to allocate " << asked << " on device quartz:" << static_cast<int>(device)
           << " (" << substrate().name() << " memory). Allocated " << amount(stats.allocated_bytes) << ", reserved "
           << amount(stats.reserved_bytes) << ", free " << human(static_cast<double>(free_bytes)) << " of "
           << human(static_cast<double>(total_bytes))

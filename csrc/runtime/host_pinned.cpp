@@ -20,7 +20,7 @@ class PinnedAllocator final : public at::HostAllocator {
     const std::size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
     void* block = rounded < size ? nullptr : std::aligned_alloc(kAlignment, rounded);
     if (block == nullptr) {
-      C10_THROW_ERROR(OutOfMemoryError, "quartz out of memory: tried to allocate " + std::to_string(nbytes) +
+      C10_THROW_ERROR(OutOfMemoryError, "quartz out of memory. Tried to allocate " + std::to_string(nbytes) +
                                             " bytes of pinned host memory");
     }
     std::unique_lock lock(mutex_);

@@ -57,9 +57,7 @@ class QuartzStubs final : public torch::profiler::impl::ProfilerStubs {
   void synchronize() const override { substrate().guard().synchronizeDevice(current_device()); }
 
  private:
-  static const ProfilerStubs* native() {
-    return substrate().is_cuda() ? torch::profiler::impl::cudaStubs() : nullptr;
-  }
+  static const ProfilerStubs* native() { return substrate().is_cuda() ? torch::profiler::impl::cudaStubs() : nullptr; }
 };
 
 // At load; leaked, since PyTorch keeps the pointer for good.

@@ -1,14 +1,12 @@
 """Triton kernels launched on quartz tensors.
 
-Triton takes the pointer of whatever has a ``data_ptr()``, and current device and stream from ``torch.cuda``. On the cuda
-substrate all three are those of quartz, so a kernel written for CUDA tensors needs no change and no patch.
-"""
+Triton takes the pointer of whatever has a ``data_ptr()``, and current device and stream from ``torch.cuda``. On the
+cuda substrate all three are those of quartz, so a kernel written for CUDA tensors needs no change and no patch. """
 
 import pytest
 import torch
-
-triton = pytest.importorskip("triton", reason="Triton comes with CUDA builds of PyTorch")
-import triton.language as tl  # noqa: E402
+import triton
+import triton.language as tl
 
 pytestmark = pytest.mark.cuda
 

@@ -1,5 +1,5 @@
-// A small extension of somebody who has never heard of quartz: operators with CPU and CUDA kernels only, one for each way
-// in which an operator can take and return its arguments.
+// A small extension of somebody who has never heard of quartz: operators with CPU and CUDA kernels only, one for each
+// way in which an operator can take and return its arguments.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <torch/csrc/autograd/custom_function.h>

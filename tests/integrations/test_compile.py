@@ -25,7 +25,7 @@ def fresh_compiler():
 def on(device, value):
     """Move tensors of nested lists, tuples and dicts; other leaves stay."""
     if isinstance(value, torch.Tensor):
-        return value.detach().to(device).requires_grad_(value.requires_grad)
+        return value.detach().to(device, copy=True).requires_grad_(value.requires_grad)
     if isinstance(value, (list, tuple)):
         return type(value)(on(device, item) for item in value)
     return {key: on(device, item) for key, item in value.items()} if isinstance(value, dict) else value
@@ -91,7 +91,8 @@ def train(device, steps=4, compile_step=False, optimizer=torch.optim.AdamW, **op
     torch.manual_seed(0)
     model = Block().to(device)
     compiled = torch.compile(model, **options)
-    optimizer = optimizer(model.parameters(), lr=1e-2)
+    # foreach: by default PyTorch chooses it for GPUs and quartz, and the loop over parameters for the CPU
+    optimizer = optimizer(model.parameters(), lr=1e-2, foreach=True)
     step = torch.compile(optimizer.step) if compile_step else optimizer.step
     tokens = torch.randint(0, 64, (3, 9), generator=torch.Generator().manual_seed(1)).to(device)
     losses = []
@@ -108,7 +109,9 @@ def train(device, steps=4, compile_step=False, optimizer=torch.optim.AdamW, **op
 
 
 def test_forward_is_the_native_code():
-    same(lambda x, y: (F.softmax(x @ y, -1) * 2 + y.sum(), x.relu().cumsum(0)), torch.randn(17, 17), torch.randn(17, 17))
+    same(
+        lambda x, y: (F.softmax(x @ y, -1) * 2 + y.sum(), x.relu().cumsum(0)), torch.randn(17, 17), torch.randn(17, 17)
+    )
     assert kernels() >= 2
 
 
@@ -256,7 +259,9 @@ def test_data_dependent_shapes():
 
 def test_device_constructors():
     def run(x):
-        return torch.arange(x.shape[0], device=x.device) + torch.zeros(x.shape[0], device=x.device, dtype=torch.int64) + x
+        return (
+            torch.arange(x.shape[0], device=x.device) + torch.zeros(x.shape[0], device=x.device, dtype=torch.int64) + x
+        )
 
     out = same(run, torch.ones(5, dtype=torch.int64))
     assert out.device == torch.device("quartz:0")
@@ -316,6 +321,11 @@ def test_two_devices():
 # ------------------------------------------------------------------ random numbers
 
 
+def kept(y):
+    """Where dropout(x).exp().cos() kept its input: elsewhere it is cos(exp(0))."""
+    return (y.detach() - torch.tensor(1.0).cos()).abs() > 1e-3
+
+
 def test_dropout_follows_the_seed_and_leaves_the_cpu_generator_alone():
     compiled = torch.compile(lambda x: F.dropout(x, 0.5))
     x = torch.ones(1000, device="quartz")
@@ -341,8 +351,7 @@ def test_dropout_uses_one_mask_forward_and_backward(fallback_random):
         x = torch.ones(512, device="quartz", requires_grad=True)
         y = torch.compile(lambda x: F.dropout(x.sin(), 0.5).exp().cos())(x)
         y.sum().backward()
-        kept = y.detach() != torch.ones((), device="quartz").cos()
-        assert torch.equal(x.grad != 0, kept)
+        assert torch.equal(x.grad != 0, kept(y))
 
 
 @pytest.mark.parametrize("fallback_random", [False, True])
@@ -372,7 +381,7 @@ def test_checkpoint_recomputes_with_the_same_random_numbers():
     x = torch.ones(512, device="quartz", requires_grad=True)
     y = torch.compile(run)(x)
     y.sum().backward()
-    assert torch.equal(x.grad != 0, y.detach() != torch.ones((), device="quartz").cos())
+    assert torch.equal(x.grad != 0, kept(y))
 
 
 # ------------------------------------------------------------------ options
@@ -452,17 +461,20 @@ def test_several_threads():
 
 
 def test_no_compiler_gives_one_warning_and_right_results(monkeypatch):
-    if torch.quartz.substrate() == "cuda":
-        monkeypatch.setattr(torch._inductor.codegen.triton.TritonScheduling, "codegen_node", _fails)
-    else:
-        monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-        monkeypatch.delenv("CXX", raising=False)
+    from torch._inductor.codegen.triton import TritonScheduling
     from torch_quartz.integrations import inductor
+
+    def fails(*args, **kwargs):
+        raise RuntimeError("no code for this node")
+
+    monkeypatch.setattr(TritonScheduling, "codegen_node", fails)  # cuda
+    monkeypatch.delenv("CXX", raising=False)
+    options = {"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}
 
     inductor._warned.clear()
     x = torch.randn(64, requires_grad=True)
     q = x.detach().to("quartz").requires_grad_()
-    with warnings.catch_warnings(record=True) as caught, torch._inductor.config.patch(force_disable_caches=True):
+    with warnings.catch_warnings(record=True) as caught, torch._inductor.config.patch(options):
         warnings.simplefilter("always")
         y = torch.compile(lambda x: (F.dropout(x, 0.5) + x.sin() * 3).cos())(q)
         y.sum().backward()
@@ -470,14 +482,9 @@ def test_no_compiler_gives_one_warning_and_right_results(monkeypatch):
     ours = [str(w.message) for w in caught if "quartz" in str(w.message)]
     assert len(ours) == 1 and "runs uncompiled" in ours[0]
     torch.testing.assert_close(z.detach().cpu(), x.detach().exp())
-    kept = (q.detach().sin() * 3).cos() != y.detach()
-    mask = kept.float() * 2
+    mask = ((q.detach().sin() * 3).cos() - y.detach()).abs().gt(1e-6).float() * 2
     expected = -(q.detach() * mask + q.detach().sin() * 3).sin() * (mask + 3 * q.detach().cos())
     torch.testing.assert_close(q.grad.cpu(), expected.cpu())
-
-
-def _fails(*args, **kwargs):
-    raise RuntimeError("no code for this node")
 
 
 def test_an_error_of_the_program_is_not_swallowed():

@@ -36,8 +36,8 @@ def prompt(device: str, rows: int = 2) -> dict[str, torch.Tensor]:
 
 def generate(device: str, name: str = "llama", rows: int = 2, **options: Any) -> Results:
     """Generate with one set of options and return the tokens and, where the mode has them, the scores."""
-    torch.manual_seed(SEED)
     model = build(name).to(device)
+    torch.manual_seed(SEED)  # building drew from the CPU's generator only
     inputs = prompt(device, rows) if case(name).head == "AutoModelForCausalLM" else _first_inputs(name, device)
     output = model.generate(
         **inputs,
@@ -108,8 +108,11 @@ def continuous(device: str) -> Results:
 
 
 def trained(device: str, checkpointing: bool = False, **options: Any) -> Results:
-    """Train GPT-2, dropout included, with ``Trainer`` and return its losses and parameters."""
-    trainer = make_trainer(device, **options)
+    """Train GPT-2 with ``Trainer`` and return its losses and parameters.
+
+    Without dropout: on the CPU it would draw from the generator that also orders the data.
+    """
+    trainer = make_trainer(device, **_NO_DROPOUT, **options)
     if checkpointing:
         trainer.model.gradient_checkpointing_enable()
     trainer.train()
@@ -120,9 +123,14 @@ def trained(device: str, checkpointing: bool = False, **options: Any) -> Results
     }
 
 
+_NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
 def make_trainer(device: str, folder: str | Path | None = None, **options: Any) -> Any:
     """Return a ``Trainer`` of four steps on a tiny GPT-2 for the device that it chooses by itself (or the CPU)."""
     from transformers import Trainer, TrainingArguments
+
+    model = build("gpt2", **{key: options.pop(key) for key in _NO_DROPOUT if key in options})
 
     defaults = {
         "output_dir": str(folder or tempfile.mkdtemp()),
@@ -137,7 +145,7 @@ def make_trainer(device: str, folder: str | Path | None = None, **options: Any) 
         "use_cpu": device == "cpu",
     }
     arguments = TrainingArguments(**{**defaults, **options})
-    return Trainer(model=build("gpt2"), args=arguments, train_dataset=rows_of_text())
+    return Trainer(model=model, args=arguments, train_dataset=rows_of_text())
 
 
 def rows_of_text(count: int = 16) -> list[dict[str, torch.Tensor]]:
@@ -155,7 +163,7 @@ def trained_by_hand(device: str) -> Results:
     accelerator = Accelerator(cpu=device == "cpu")
     assert accelerator.device.type == device
     torch.manual_seed(SEED)
-    model = build("gpt2").train()
+    model = build("gpt2", **_NO_DROPOUT).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(rows_of_text(), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -218,6 +226,16 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
         integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.element_size()]
         left, right = left.contiguous().view(integers), right.contiguous().view(integers)
     return torch.equal(left, right)
+
+
+def lies_in_file(tensor: torch.Tensor, path: Path) -> bool:
+    """Return whether the tensor's memory is a mapping of the file."""
+    address = torch.quartz.native_alias(tensor).data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(part, 16) for part in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.endswith(path.name)
+    return False
 
 
 def run_reference(name: str, device: str) -> tuple[Results, set[str]]:

@@ -49,8 +49,6 @@ def _get_device_index(device: DeviceLike, optional: bool = False, allow_cpu: boo
 def _checked_index(device: DeviceLike) -> int:
     """Return the index of `device`, which must exist; None means the current device."""
     index = _get_device_index(device, optional=True)
-    count = _C.device_count()
-    if not 0 <= index < count:
-        existing = f"0 to {count - 1}" if count else "none"
-        raise RuntimeError(f"quartz: invalid device ordinal {index}: there are {count} devices ({existing})")
+    if not 0 <= index < _C.device_count():
+        _C.set_device(index)  # raises the sentence for it
     return index

@@ -84,15 +84,16 @@ def _get_max_memory(original: Any, module: ModuleType) -> Any:
         indices = {key: index for key in max_memory if (index := _index(key)) is not None}
         if not indices:
             return original(max_memory)
-        rest = original({key: size for key, size in max_memory.items() if key not in indices})
-        sizes = {}
-        for key, index in sorted(indices.items(), key=lambda item: item[1]):
-            size = max_memory[key]
-            sizes[index] = module.convert_file_size_to_int(size) if isinstance(size, str) else size
-            if index >= torch.quartz.device_count():
-                count = torch.quartz.device_count()
+        for key, size in max_memory.items():  # in the caller's dict, as the original does: Transformers relies on it
+            if isinstance(size, str):
+                max_memory[key] = module.convert_file_size_to_int(size)
+        count = torch.quartz.device_count()
+        for key, index in indices.items():
+            if index >= count:
                 raise ValueError(f"max_memory: device {key!r} does not exist: there are {count} quartz devices")
-        return {**sizes, **rest}
+        rest = original({key: size for key, size in max_memory.items() if key not in indices})
+        ordered = sorted(indices.items(), key=lambda item: item[1])  # accelerators first, as the original orders them
+        return {**{index: max_memory[key] for key, index in ordered}, **rest}
 
     return get_max_memory
 

@@ -1,10 +1,11 @@
 """Backward passes of plain ``"cuda"`` tensors in a process that has imported torch_quartz.
 
-PyTorch's autograd engine knows one accelerator per process, and a registered out-of-tree device takes the place of CUDA:
-the engine then stops every backward pass of ``"cuda"`` tensors with an internal assertion (2.11 to 2.15, pytorch#161129).
-There is no hook to ask per graph. So every backward pass that starts in Python looks which device its graph lives on, and
-a CUDA graph runs in a scope in which the engine takes CUDA for the accelerator (``csrc/runtime/accelerator_conflict.h``).
-Forward passes need nothing. A graph that crosses between ``"cuda"`` and ``"quartz"`` has no single answer and raises.
+PyTorch's autograd engine knows one accelerator per process, and a registered out-of-tree device takes the place of
+CUDA: the engine then stops every backward pass of ``"cuda"`` tensors with an internal assertion (2.11 to 2.15,
+pytorch#161129). There is no hook to ask per graph. So every backward pass that starts in Python looks which device
+its graph lives on, and a CUDA graph runs in a scope in which the engine takes CUDA for the accelerator
+(``csrc/runtime/accelerator_conflict.h``). Forward passes need nothing. A graph that crosses between ``"cuda"`` and
+``"quartz"`` has no single answer and raises.
 
 Only the cuda substrate needs this; `install` does nothing elsewhere.
 """

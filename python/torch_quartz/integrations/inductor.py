@@ -15,10 +15,9 @@ So `install` wraps ``torch._inductor.compile_fx.compile_fx``, when that module i
 ``inner_compile`` of ours. A graph without quartz goes to the original untouched.
 
 Limits: AOTAutograd's cache is off for quartz graphs (its entries would call the native code with quartz tensors; Inductor's
-own cache of compiled graphs is on), and ahead-of-time packages (``torch._inductor.aoti_compile_and_package``) are refused.
-Where Inductor cannot serve (no C++ compiler, an operator it does not know), the graph runs uncompiled on quartz, with one
-warning for each cause.
-"""
+own cache of compiled graphs is on), and ahead-of-time packages (``torch._inductor.aoti_compile_and_package``) are
+refused. Where Inductor cannot serve (no C++ compiler, an operator it does not know), the graph runs uncompiled on
+quartz, with one warning for each cause. """
 
 import contextlib
 import functools
@@ -136,8 +135,8 @@ def _runner(compiled: Callable, graph) -> Callable:
 
 @contextlib.contextmanager
 def _native_generator_follows(index: int) -> Iterator[None]:
-    # Host: code for the CPU draws from the CPU's default generator, quartz has its own. For the call they change places.
-    # (On cuda both names mean the same generator.)
+    # Host: code for the CPU draws from the CPU's default generator, quartz has its own. For the call they change
+    # places. (On cuda both names mean the same generator.)
     from torch_quartz import _C
 
     quartz, native = _C.default_generator(index), torch.default_generator
@@ -152,7 +151,8 @@ def _native_generator_follows(index: int) -> Iterator[None]:
 
 
 def _uncompiled(gm: torch.fx.GraphModule) -> Callable | None:
-    # The graph as traced, run operator by operator on quartz; None if Inductor's own operators in it have no such meaning.
+    # The graph as traced, run operator by operator on quartz; None if Inductor's own operators in it have no such
+    # meaning.
     from torch._inductor import inductor_prims
 
     replacements = {

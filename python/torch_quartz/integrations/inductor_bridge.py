@@ -1,10 +1,9 @@
 """Operators that stay on quartz inside a graph that Inductor compiled for the native device.
 
-A graph for the native device (`inductor_graph`) cannot call an operator that has a quartz kernel of its own, or none for
-the native device. Such an operator is replaced by a bridge of the same schema: its kernel adopts the native tensors it is
-given, without a copy, calls the operator on quartz, and hands out native aliases of the results. To Inductor it is one
-more custom operator.
-"""
+A graph for the native device (`inductor_graph`) cannot call an operator that has a quartz kernel of its own, or none
+for the native device. Such an operator is replaced by a bridge of the same schema: its kernel adopts the native
+tensors it is given, without a copy, calls the operator on quartz, and hands out native aliases of the results. To
+Inductor it is one more custom operator. """
 
 import torch
 from torch.utils._pytree import tree_map
@@ -49,7 +48,10 @@ def _needs_bridge(operator: torch._ops.OpOverload) -> bool:
         return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "PrivateUse1")
     if operator.namespace in _OWN_NAMESPACES:
         return False
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1")
+    # Somebody else's: a quartz kernel of its own, or one kernel for all devices, which may look at the tensors'
+    # device.
+    explicit = torch._C._dispatch_has_kernel_for_dispatch_key
+    return explicit(name, "PrivateUse1") or not explicit(name, native_key)
 
 
 def _bridge(operator: torch._ops.OpOverload, index: int) -> torch._ops.OpOverload:

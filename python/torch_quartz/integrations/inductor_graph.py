@@ -101,8 +101,8 @@ def to_native(module: torch.fx.GraphModule, inputs: Sequence) -> NativeGraph:
 
 
 def _move(module: torch.fx.GraphModule, mode) -> None:
-    # Constants, device arguments and operators of one graph, and the traced values of a subgraph (those of the whole graph
-    # are traced anew at the end).
+    # Constants, device arguments and operators of one graph, and the traced values of a subgraph (those of the
+    # whole graph are traced anew at the end).
     for name, value in _constants(module).items():
         if is_quartz(value):
             module._parameters.pop(name, None)

@@ -1,10 +1,11 @@
-"""Send quartz tensors to other processes: queues, pipes, DataLoader workers, spawned arguments.
+"""Share quartz tensors with other processes: queues, pipes, DataLoader workers, spawned arguments, ``share_memory_``.
 
-- cuda: the native alias goes through PyTorch's own CUDA IPC, so sender and receiver see the same memory, with CUDA's
-  rules (the sender keeps the tensor alive; a child uses ``spawn`` or ``forkserver``).
-- host: the values are copied into CPU shared memory and from there into quartz memory of the receiver. Sender and
-  receiver do not see each other's writes. PyTorch's own path would swap the memory below the quartz tensor for a
-  shared file.
+Sender and receiver see the same memory, as with CUDA and CPU tensors:
+
+- cuda: the native alias goes through PyTorch's own CUDA IPC, with CUDA's rules (the sender keeps the tensor alive; a
+  child uses ``spawn`` or ``forkserver``).
+- host: the native storage below moves into shared memory, as PyTorch moves that of a CPU tensor, and the quartz storage
+  follows it. PyTorch's own path would treat the quartz storage itself as CPU memory and fail.
 """
 
 from multiprocessing.reduction import ForkingPickler
@@ -12,26 +13,56 @@ from multiprocessing.reduction import ForkingPickler
 import torch
 from torch.multiprocessing import reductions
 
-_originals: dict[type, object] = {}
+_reducers: dict[type, object] = {}
+_methods: dict[str, object] = {}
 
 
 def install() -> None:
-    """Register reducers for tensors, parameters and storages that pass everything but quartz on to PyTorch's own."""
+    """Register reducers for tensors, parameters and storages, and let ``share_memory_`` share quartz memory."""
     reducers = {torch.Tensor: _reduce_tensor, torch.nn.Parameter: _reduce_tensor, torch.UntypedStorage: _reduce_storage}
     for kind, reducer in reducers.items():
-        _originals[kind] = ForkingPickler._extra_reducers[kind]
+        _reducers[kind] = ForkingPickler._extra_reducers[kind]
         ForkingPickler.register(kind, reducer)
+    for name, method in (("share_memory_", _share_memory_), ("is_shared", _is_shared)):
+        _methods[name] = getattr(torch.UntypedStorage, name)
+        method.__doc__ = _methods[name].__doc__
+        setattr(torch.UntypedStorage, name, method)
 
 
 def undo() -> None:
-    """Register PyTorch's own reducers again."""
-    for kind, reducer in _originals.items():
+    """Register PyTorch's own reducers and methods again."""
+    for kind, reducer in _reducers.items():
         ForkingPickler.register(kind, reducer)
-    _originals.clear()
+    for name, method in _methods.items():
+        setattr(torch.UntypedStorage, name, method)
+    _reducers.clear()
+    _methods.clear()
+
+
+def _share_memory_(self: torch.UntypedStorage, *args, **kwargs) -> torch.UntypedStorage:
+    if self.device.type != "quartz":
+        return _methods["share_memory_"](self, *args, **kwargs)
+    from torch_quartz import _C
+
+    if _C.substrate() == "host" and self.nbytes() > 0:  # CUDA memory can be shared as it is
+        # The call lets the quartz storage follow its native storage to the new memory.
+        _C.call_on_aliases(lambda natives: [natives[0].share_memory_()][:0], [_bytes_of(self)])
+        if not self.is_shared():
+            raise RuntimeError(
+                "share_memory_: the memory of this quartz tensor belongs to another library and cannot be shared with "
+                "other processes: share tensor.clone() instead"
+            )
+    return self
+
+
+def _is_shared(self: torch.UntypedStorage) -> bool:
+    if self.device.type != "quartz":
+        return _methods["is_shared"](self)
+    return _methods["is_shared"](_native_storage(self))
 
 
 def _reduce_tensor(tensor: torch.Tensor):
-    original = _originals.get(type(tensor), reductions.reduce_tensor)
+    original = _reducers.get(type(tensor), reductions.reduce_tensor)
     if tensor.device.type != "quartz":
         return original(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
@@ -39,41 +70,59 @@ def _reduce_tensor(tensor: torch.Tensor):
             "a quartz tensor that requires gradients and is no leaf cannot be sent to another process, since autograd "
             "does not cross processes: send tensor.detach()"
         )
-    torch.utils.hooks.warn_if_has_hooks(tensor)
     from torch_quartz import _C
 
-    if _C.substrate() == "cuda":
-        native = _C.native_alias(tensor.detach())
+    if _C.substrate() == "host":
+        rebuild, arguments = original(tensor)  # pickles the storage, and so comes to _reduce_storage
+        adopted = None
     else:
-        native = tensor.detach().cpu()
-    rebuild, arguments = reductions.reduce_tensor(native)
-    return _rebuild_tensor, (rebuild, arguments, type(tensor), str(tensor.device), tensor.requires_grad)
+        torch.utils.hooks.warn_if_has_hooks(tensor)
+        rebuild, arguments = reductions.reduce_tensor(_C.native_alias(tensor.detach()))
+        adopted = (type(tensor), tensor.requires_grad)
+    return _rebuild_tensor, (rebuild, arguments, adopted, tensor.is_conj(), tensor.is_neg())
 
 
-def _rebuild_tensor(rebuild, arguments, kind: type, device: str, requires_grad: bool) -> torch.Tensor:
-    from torch_quartz import _C
+def _rebuild_tensor(rebuild, arguments, adopted: tuple | None, conj: bool, neg: bool) -> torch.Tensor:
+    tensor = rebuild(*arguments)
+    kind, requires_grad = adopted or (type(tensor), tensor.requires_grad)
+    if not adopted and not conj and not neg:
+        return tensor
+    tensor = tensor.detach()
+    if adopted:
+        from torch_quartz import _C
 
-    native = rebuild(*arguments)
-    if native.device.type == "cpu":
-        tensor = native.to(device)
-    else:
-        tensor = _C.adopt(native, torch.device(device).index)
-    if kind is torch.nn.Parameter:
-        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
-    return tensor.requires_grad_(requires_grad)
+        tensor = _C.adopt(tensor)
+    # PyTorch's reducers lose these two bits.
+    if conj:
+        tensor = tensor.conj()
+    if neg:
+        tensor = torch._neg_view(tensor)
+    return kind(tensor, requires_grad) if kind is torch.nn.Parameter else tensor.requires_grad_(requires_grad)
 
 
 def _reduce_storage(storage: torch.UntypedStorage):
     if storage.device.type != "quartz":
-        return _originals.get(type(storage), reductions.reduce_storage)(storage)
+        return _reducers.get(type(storage), reductions.reduce_storage)(storage)
     from torch_quartz import _C
 
     if _C.substrate() == "cuda":
-        raise RuntimeError(
-            "cannot send a quartz storage to another process: send a quartz tensor (as with CUDA storages)"
-        )
-    return _rebuild_storage, (storage.cpu(), str(storage.device))
+        raise RuntimeError("Cannot pickle quartz storage on cuda; try pickling a quartz tensor instead")
+    storage.share_memory_()
+    return _rebuild_storage, (*reductions.reduce_storage(_native_storage(storage)), storage.device.index)
 
 
-def _rebuild_storage(storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
-    return storage.to(device=device)
+def _rebuild_storage(rebuild, arguments, device_index: int) -> torch.UntypedStorage:
+    from torch_quartz import _C
+
+    native = torch.empty(0, dtype=torch.uint8).set_(rebuild(*arguments))
+    return _C.adopt(native, device_index).untyped_storage()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _native_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    from torch_quartz import _C
+
+    return _C.native_alias(_bytes_of(storage)).untyped_storage()

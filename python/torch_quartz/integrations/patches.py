@@ -11,6 +11,7 @@ from types import ModuleType
 from torch_quartz.integrations import (
     accelerate,
     cuda_backward,
+    data_parallel,
     dlpack,
     inductor,
     multiprocessing,
@@ -48,7 +49,7 @@ PATCHES = (
     _patch(
         dlpack,
         (
-            "torch.Tensor.__dlpack__, torch.Tensor.__dlpack_device__",
+            "torch.Tensor.__dlpack__, torch.Tensor.__dlpack_device__, torch.Tensor.__cuda_array_interface__",
             "PyTorch knows no DLPack device for a renamed backend; quartz tensors are exported as native memory",
         ),
     ),
@@ -56,7 +57,11 @@ PATCHES = (
         multiprocessing,
         (
             "ForkingPickler's reducers of torch.Tensor, torch.nn.Parameter and torch.UntypedStorage",
-            "PyTorch shares every storage but CUDA's as CPU memory, which would swap the memory of quartz tensors",
+            "PyTorch shares every storage but CUDA's as CPU memory, which cannot work for a quartz storage itself",
+        ),
+        (
+            "torch.UntypedStorage.share_memory_, torch.UntypedStorage.is_shared",
+            "for a device that is not the CPU they do nothing, and host memory would silently not be shared",
         ),
     ),
     _patch(
@@ -66,6 +71,7 @@ PATCHES = (
             "the autograd engine knows one accelerator per process and stops backward passes of plain cuda tensors",
         ),
     ),
+    _patch(data_parallel),
     _patch(inductor),
     _patch(safetensors),
     _patch(accelerate),

@@ -1,15 +1,14 @@
 """Replace attributes of other packages so that every replacement can be taken back.
 
 Packages such as accelerate copy functions between their modules (``from .modeling import get_max_memory``), so
-replacing one attribute reaches only some callers. `Replacements.function` therefore replaces every module attribute of
-that name that holds the same object, in whatever module, and `Replacements.undo` looks for the replacement in the same
-way.
+replacing one attribute reaches only some callers. `Replacements.function` therefore replaces every module attribute
+that holds the same object, and `Replacements.undo` looks for the replacement in the same way.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -48,7 +47,9 @@ class Replacements:
         self._hooks.append(on_import(module, change))
 
     def function(self, module: ModuleType, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace a module-level function (or class) wherever a module holds it under that name.
+        """Replace a module-level function (or class) wherever a module holds it.
+
+        Other packages are searched for the same name only; accelerate and Transformers also rename what they import.
 
         Parameters
         ----------
@@ -88,14 +89,16 @@ class Replacements:
             self._undo.pop()()
 
 
+_RENAMING = ("accelerate", "safetensors", "transformers")
+
+
 def _exchange(name: str, old: Any, new: Any) -> None:
-    for namespace in _namespaces():
-        if namespace.get(name) is old:
-            namespace[name] = new
-
-
-def _namespaces() -> Iterator[dict[str, Any]]:
-    # vars() and not getattr(): an attribute look-up on a lazy module would import what it names.
     for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType):
-            yield vars(module)
+        if not isinstance(module, ModuleType):
+            continue
+        namespace = vars(module)  # not getattr(): on a lazy module it would import what it names
+        if module.__name__.partition(".")[0] in _RENAMING:
+            for key in [key for key, value in namespace.items() if value is old]:
+                namespace[key] = new
+        elif namespace.get(name) is old:
+            namespace[name] = new

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torch_quartz.device._utils import _checked_index
 from torch_quartz.integrations.replacements import Replacements
 
 PATCHES = (
@@ -51,13 +52,7 @@ def quartz_index(device: Any) -> int | None:
         device = torch.device(device)
     if not isinstance(device, torch.device) or device.type != "quartz":
         return None
-    index = torch.quartz.current_device() if device.index is None else device.index
-    count = torch.quartz.device_count()
-    if index >= count:
-        raise RuntimeError(
-            f"safe_open: quartz: invalid device ordinal {index}: there are {count} devices (0 to {count - 1})"
-        )
-    return index
+    return _checked_index(device)
 
 
 class QuartzFile:

@@ -119,9 +119,10 @@ def _warmup_device(device: Any) -> Any:
     target = torch.device(device)
     if target.type != "quartz":
         return device
-    if _on_host():
-        return torch.device("cpu")  # skipped by the original: malloc has nothing to warm up
-    return torch.device("cuda", torch.quartz.current_device() if target.index is None else target.index)
+    index = torch.quartz.current_device() if target.index is None else target.index
+    if _on_host() or index >= torch.quartz.device_count():
+        return torch.device("cpu")  # skipped by the original: malloc has nothing to warm up, and no device is there
+    return torch.device("cuda", index)
 
 
 def _patch_loading(module: ModuleType) -> None:

@@ -34,9 +34,7 @@ MODULE_CHECKS = {
     name: getattr(module_checks, name)
     for name in ("forward", "backward", "double_backward", "noncontiguous_backward", "transfer")
 }
-OPTIMIZER_CHECKS = {
-    name: getattr(optimizer_checks, name) for name in ("plain", "foreach", "fused", "sparse_gradients")
-}
+OPTIMIZER_CHECKS = {name: getattr(optimizer_checks, name) for name in ("plain", "foreach", "fused", "sparse_gradients")}
 FOREACH_CHECKS = {name: OP_CHECKS[name] for name in ("forward", "backward", "inplace")}
 NESTED_CHECKS = {name: OP_CHECKS[name] for name in ("forward", "backward")}
 

@@ -137,7 +137,7 @@ def transfer(run: ModuleRun) -> list[Outcome]:
             loaded = run.build(sample, training)
             loaded(*args, **kwargs)
             loaded.load_state_dict(module.state_dict())
-        before = {name: parameter for name, parameter in module.named_parameters()}
+        before = dict(module.named_parameters())
         states = {"copy": dict(twin.state_dict()), "loaded": dict(loaded.state_dict())}
         back = module.to("cpu")
         kept = [before[name] is parameter for name, parameter in back.named_parameters()]

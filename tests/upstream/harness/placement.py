@@ -60,14 +60,19 @@ class Placer:
         return copy.requires_grad_(self.grad and tensor.requires_grad)
 
     def _strided(self, tensor: torch.Tensor, on_device) -> torch.Tensor:
-        """Copy the whole storage once and take the same view of the copy."""
+        """Copy the whole storage once and lay the same window over the copy.
+
+        The result is not a view in autograd's sense: a view made without gradients refuses in-place operators.
+        """
         key = (tensor.untyped_storage().data_ptr(), tensor.dtype)
         if key not in self._storages:
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             whole.set_(tensor.untyped_storage(), 0, (count,))
             self._storages[key] = whole.to(on_device, copy=True)
-        return self._storages[key].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        whole = self._storages[key]
+        window = torch.empty(0, dtype=tensor.dtype, device=whole.device)
+        return window.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def shares_plain_storage(tensor: torch.Tensor) -> bool:

@@ -47,7 +47,7 @@ class Pair:
             "OMP_NUM_THREADS": "1",
             "CONFORMANCE_PIPE": str(pipe),
         }
-        self.logs[role] = tempfile.TemporaryFile()
+        self.logs[role] = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the pair)
         return subprocess.Popen(
             [sys.executable, "-m", "harness.worker", role, substrate],
             stdin=subprocess.PIPE,
@@ -164,7 +164,8 @@ class Shard(threading.Thread):
             ready = None
         if not ready:
             pair.kill()
-            raise RuntimeError(f"the worker did not start:\n{pair.last_words('reference')}\n{pair.last_words(self.role)}")
+            words = "\n".join(pair.last_words(role) for role in ("reference", self.role))
+            raise RuntimeError(f"the workers did not start:\n{words}")
         for request in self._pending:
             pair.send(request)
         return pair

@@ -14,11 +14,11 @@ class TestCase(unittest.TestCase):
 
     longMessage = True
 
-    def assertExpectedInline(self, actual, expect, skip=0):  # noqa: N802 (name given by the real package)
+    def assertExpectedInline(self, actual, expect, skip=0):
         """Compare `actual` with `expect`; unlike the real package this never rewrites the source file."""
         self.assertMultiLineEqual(expect, actual)
 
-    def assertExpectedRaisesInline(self, exc_type, callable, expect, *args, **kwargs):  # noqa: N802
+    def assertExpectedRaisesInline(self, exc_type, callable, expect, *args, **kwargs):
         """Check that `callable` raises `exc_type` with the message `expect`."""
         with self.assertRaises(exc_type) as caught:
             callable(*args, **kwargs)
