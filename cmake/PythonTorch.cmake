@@ -8,17 +8,10 @@ endif()
 
 # Warnings of torch's import (no NumPy, no GPU) go to stderr and are shown only when the import fails.
 execute_process(
-  COMMAND "${Python_EXECUTABLE}" -P "${CMAKE_CURRENT_LIST_DIR}/torch_info.py"
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/torch_info.py"
   OUTPUT_VARIABLE _info
   ERROR_VARIABLE _error
   RESULT_VARIABLE _result)
-if(_result EQUAL 2) # Python 3.10 does not know -P
-  execute_process(
-    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/torch_info.py"
-    OUTPUT_VARIABLE _info
-    ERROR_VARIABLE _error
-    RESULT_VARIABLE _result)
-endif()
 if(NOT _result EQUAL 0)
   message(FATAL_ERROR "${Python_EXECUTABLE} cannot import torch, which torch-quartz is built against:\n${_error}")
 endif()

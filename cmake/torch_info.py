@@ -4,9 +4,12 @@ Lists are joined with ";", as CMake writes them. CMakeLists.txt runs this at con
 `find_package(Torch)`, which would detect CUDA architectures and compilers on its own.
 """
 
+import os
 import pathlib
 import sys
 import sysconfig
+
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # torch_quartz itself may be half built
 
 import torch
 

@@ -1,9 +1,11 @@
 """Give an operator of your own a native quartz kernel: in Python, and in C++.
 
-Run it with ``python examples/02_custom_op.py``; it needs a C++ compiler and ninja, no GPU. An operator that has kernels for
-the CPU and CUDA only works on quartz as it is; what follows is for an author who wants more.
+Run it with ``python examples/02_custom_op.py``; it needs a C++ compiler and ninja, no GPU. An operator that has kernels
+for the CPU and CUDA only works on quartz as it is; what follows is for an author who wants more.
 """
 
+import os
+import sys
 from pathlib import Path
 
 import torch
@@ -58,6 +60,8 @@ def build_rms_scale() -> None:
 
     ``examples/02_custom_op/CMakeLists.txt`` builds the same file with CMake.
     """
+    # The ninja of this virtual environment, whether it is activated or not.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     cpp_extension.load(
         name="rms_scale",
         sources=[str(HERE / "02_custom_op" / "rms_scale.cpp")],
@@ -100,8 +104,8 @@ def main() -> None:
     error = (rms_scale(x, weight, 1e-6) - reference).abs().max().item()
     print(f"rms_scale: largest difference to torch.nn.functional.rms_norm {error:.1e}")
     assert error < 1e-5
-    double = torch.quartz.native_alias(x).detach().double().to("quartz").requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, w: rms_scale(x, w, 1e-6), (double, weight.detach().double().requires_grad_()))
+    double = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    assert torch.autograd.gradcheck(lambda x, weight: rms_scale(x, weight, 1e-6), double)
 
     compiled = torch.compile(lambda x: softclip(rms_scale(x, weight, 1e-6) * 3, 1.5).relu(), fullgraph=True)
     torch.testing.assert_close(compiled(x), softclip(rms_scale(x, weight, 1e-6) * 3, 1.5).relu())

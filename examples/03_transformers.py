@@ -76,7 +76,9 @@ def convert(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def answer(folder: Path, device: str, prompt: str, max_new_tokens: int, dtype: torch.dtype) -> Answer:
+def answer(
+    folder: Path, device: str, prompt: str, max_new_tokens: int, dtype: torch.dtype, stream: bool = True
+) -> Answer:
     """Stream the model's answer to the terminal. Nothing here but the device's name knows which device it is."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
@@ -86,7 +88,7 @@ def answer(folder: Path, device: str, prompt: str, max_new_tokens: int, dtype: t
     inputs = tokenizer.apply_chat_template(
         [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     ).to(model.device)
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     start = time.perf_counter()
     output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer)
     tokens = output[0, inputs["input_ids"].shape[1] :].tolist()
@@ -125,16 +127,15 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32", "float16"])
     arguments = parser.parse_args()
     folder = model_folder()
-    import transformers.models.llama.modeling_llama  # noqa: F401  (loaded before memory and time are measured)
+    dtype = getattr(torch, arguments.dtype)
+    answer(folder, "cpu", "Hi", 1, dtype, stream=False)  # loads code and libraries: neither device should pay for that
 
     answers = {}
     counts = {}
     for device in ("quartz", "cpu"):
         print(f"--- {device}", flush=True)
         torch.quartz.reset_op_counts()
-        answers[device] = answer(
-            folder, device, arguments.prompt, arguments.max_new_tokens, getattr(torch, arguments.dtype)
-        )
+        answers[device] = answer(folder, device, arguments.prompt, arguments.max_new_tokens, dtype)
         counts[device] = torch.quartz.op_counts()
     own, fallback = (sum(pair[i] for pair in counts["quartz"].values()) for i in (0, 1))
     same = "equal" if answers["quartz"].tokens == answers["cpu"].tokens else "DIFFERENT"

@@ -6,6 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$(command -v "${PYTHON:-python3}")
 sanitize=${SANITIZE:-}
+PATH=$(dirname "$python"):$PATH # cmake, ctest and ninja may be this environment's
 
 if [ ! -e /usr/include/gtest/gtest.h ] && [ ! -e /usr/local/include/gtest/gtest.h ] && [ -z "${QUARTZ_GTEST_ROOT:-}" ]; then
   echo "GoogleTest binaries NOT BUILT and NOT RUN: install libgtest-dev, or set QUARTZ_GTEST_ROOT" >&2
@@ -20,7 +21,6 @@ if [ -z "$sanitize" ]; then
   build=build/inplace
 else
   build=build/sanitize
-  PATH=$(dirname "$python"):$PATH
   command -v ninja >/dev/null && options+=" -G Ninja"
   # shellcheck disable=SC2086 # words
   cmake -S . -B $build $options -DPython_EXECUTABLE="$python" -DQUARTZ_BUILD_PYTHON=OFF -DQUARTZ_SANITIZE="$sanitize"

@@ -1,6 +1,7 @@
 #include "aten/alias.h"
 
 #include <c10/core/GradMode.h>
+#include <c10/core/UndefinedTensorImpl.h>
 
 namespace quartz {
 namespace {
@@ -17,6 +18,22 @@ const AliasKeys& alias_keys() {
   }();
   return keys;
 }
+
+// Gives a tensor implementation another device. The two members are protected, and reached through a derived class; this
+// is for tensors that no one else has seen yet.
+struct Relabel : c10::TensorImpl {
+  static void apply(c10::TensorImpl& impl, c10::Storage storage, c10::Device device) {
+    static const c10::DispatchKeySet plain(c10::DispatchKey::PrivateUse1);
+    static const c10::DispatchKeySet full({c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1,
+                                           c10::DispatchKey::ADInplaceOrView});
+    auto& keys = impl.*(&Relabel::key_set_);
+    const bool inference = !keys.has(c10::DispatchKey::ADInplaceOrView);
+    const auto bits = keys & c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+    impl.set_storage_keep_dtype(std::move(storage));
+    keys = (inference ? plain : full) | bits;
+    impl.*(&Relabel::device_opt_) = device;
+  }
+};
 
 bool same_storage(const at::Tensor& tensor, const c10::StorageImpl* storage) {
   return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl() == storage;
@@ -76,15 +93,19 @@ at::Tensor AliasScope::to_native(const at::Tensor& tensor, Operand operand) {
     return tensor;
   }
   for (const auto& pair : pairs_) {
-    if (pair.quartz.is_same(tensor)) return pair.native;
+    if (pair.quartz == tensor.unsafeGetTensorImpl()) return pair.native;
   }
   take_device(tensor.device());
   // Some kernels ask their inputs whether they require grad (_sparse_mm_reduce_impl decides by it what to compute).
   const bool requires_grad = c10::GradMode::is_enabled() && tensor.requires_grad();
   const bool full = requires_grad || operand == Operand::kWritten;
   auto native = native_alias(tensor, full ? AliasKind::kFull : AliasKind::kLean);
+  // A kernel that counts versions itself (CUDA's foreach operators) counts them for the tensor it stands for.
+  if (operand == Operand::kWritten && !tensor.is_inference()) {
+    native.unsafeGetTensorImpl()->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
+  }
   if (requires_grad && !native.requires_grad()) native.set_requires_grad(true);
-  pairs_.push_back({tensor, std::move(native)});
+  pairs_.push_back({tensor.unsafeGetTensorImpl(), std::move(native)});
   return pairs_.back().native;
 }
 
@@ -104,9 +125,11 @@ bool AliasScope::is_alias_of_argument(const at::Tensor& native) const {
 
 c10::Storage AliasScope::storage_for(const c10::Storage& native) {
   auto* impl = native.unsafeGetStorageImpl();
+  // The output's alone: neither an argument's twin nor adopted before, since both would hold a reference.
+  if (C10_LIKELY(native.use_count() == 1)) return adopt_storage(StoragePtr::reclaim_copy(impl), device_.index());
   for (const auto& pair : pairs_) {
     if (!same_storage(pair.native, impl)) continue;
-    const auto& storage = pair.quartz.storage();
+    const auto& storage = pair.quartz->storage();
     // Same twin, or borrowed memory of another origin (from_blob). A kernel may also have put a foreign storage into the
     // alias (set_): then neither holds.
     if (twin_of(*storage.unsafeGetStorageImpl()) == impl || storage.data() == impl->data()) return storage;
@@ -121,7 +144,7 @@ c10::Storage AliasScope::storage_for(const c10::Storage& native) {
 at::Tensor AliasScope::to_quartz(const at::Tensor& native) {
   if (!native.defined() || native.device().type() != substrate().native_type()) return native;
   for (const auto& pair : pairs_) {
-    if (pair.native.is_same(native)) return pair.quartz;
+    if (pair.native.is_same(native)) return pair.tensor();
   }
   if (C10_UNLIKELY(has_special_layout(native.key_set()) || native.layout() != c10::kStrided)) {
     return adopt_layout(native);
@@ -132,18 +155,34 @@ at::Tensor AliasScope::to_quartz(const at::Tensor& native) {
   return result;
 }
 
+at::Tensor AliasScope::relabel_or_adopt(at::Tensor native) {
+  if (!native.defined() || native.use_count() != 1 || native.device().type() != substrate().native_type() ||
+      has_special_layout(native.key_set()) || native.layout() != c10::kStrided ||
+      native.storage().use_count() != 1) {
+    return to_quartz(native);
+  }
+  auto* impl = native.unsafeGetTensorImpl();
+  auto storage = adopt_storage(StoragePtr::reclaim_copy(native.storage().unsafeGetStorageImpl()), device_.index());
+  Relabel::apply(*impl, std::move(storage), device_);
+  return native;
+}
+
+at::Tensor AliasScope::Pair::tensor() const {
+  return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(quartz));
+}
+
 void AliasScope::write_back(const at::Tensor& tensor) {
   const Pair* found = nullptr;
   for (const auto& pair : pairs_) {
-    if (pair.quartz.is_same(tensor)) found = &pair;
+    if (pair.quartz == tensor.unsafeGetTensorImpl()) found = &pair;
   }
   if (found == nullptr) return;
   const Pair& pair = *found;
-  if (C10_UNLIKELY(has_special_layout(pair.quartz.key_set()))) return write_back_layout(pair);
+  if (C10_UNLIKELY(has_special_layout(pair.quartz->key_set()))) return write_back_layout(pair);
 
-  auto* quartz = pair.quartz.unsafeGetTensorImpl();
+  auto* quartz = pair.quartz;
   auto* native = pair.native.unsafeGetTensorImpl();
-  auto* storage = pair.quartz.storage().unsafeGetStorageImpl();
+  auto* storage = quartz->storage().unsafeGetStorageImpl();
   auto* native_impl = pair.native.storage().unsafeGetStorageImpl();
   if (C10_UNLIKELY(storage->data() != native_impl->data() || storage->nbytes() != native_impl->nbytes())) {
     const bool same_twin = twin_of(*storage) == native_impl;
@@ -157,8 +196,8 @@ void AliasScope::write_back(const at::Tensor& tensor) {
                    quartz->storage_offset() != native->storage_offset())) {
     quartz->set_sizes_and_strides(native->sizes(), native->strides(), native->storage_offset());
   }
-  if (C10_UNLIKELY(pair.native.is_conj() != pair.quartz.is_conj())) quartz->_set_conj(pair.native.is_conj());
-  if (C10_UNLIKELY(pair.native.is_neg() != pair.quartz.is_neg())) quartz->_set_neg(pair.native.is_neg());
+  if (C10_UNLIKELY(native->is_conj() != quartz->is_conj())) quartz->_set_conj(native->is_conj());
+  if (C10_UNLIKELY(native->is_neg() != quartz->is_neg())) quartz->_set_neg(native->is_neg());
 }
 
 }  // namespace quartz

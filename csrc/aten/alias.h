@@ -32,7 +32,7 @@ enum class Operand { kRead, kWritten, kIndex };
 
 // One operator call: which aliases stand for which tensors, and which storages were adopted, so that outputs which share
 // memory with an argument (views, in-place results) share the argument's storage, and outputs which share memory with one
-// another share one storage.
+// another share one storage. The scope does not own its arguments: the caller keeps them alive.
 class QUARTZ_API AliasScope {
  public:
   AliasScope() = default;
@@ -42,6 +42,8 @@ class QUARTZ_API AliasScope {
   at::Tensor to_native(const at::Tensor& tensor, Operand operand = Operand::kRead);
   // An output: the argument itself if the kernel handed its alias back, else an adopted tensor.
   at::Tensor to_quartz(const at::Tensor& native);
+  // The same for the result of a C++ kernel, by value: a fresh tensor that nobody else holds is relabelled, not rebuilt.
+  at::Tensor relabel_or_adopt(at::Tensor native);
   // After the kernel wrote to the alias of `tensor`: sizes, strides, storage and bits follow it.
   void write_back(const at::Tensor& tensor);
 
@@ -63,12 +65,15 @@ class QUARTZ_API AliasScope {
 
  private:
   struct Pair {
-    at::Tensor quartz, native;
+    c10::TensorImpl* quartz;
+    at::Tensor native;
+
+    at::Tensor tensor() const;  // a reference to `quartz`
   };
 
   c10::Storage storage_for(const c10::Storage& native);
-  at::Tensor adopt_layout(const at::Tensor& native);        // layouts.cpp
-  void write_back_layout(const Pair& pair);                 // layouts.cpp
+  at::Tensor adopt_layout(const at::Tensor& native);  // layouts.cpp
+  void write_back_layout(const Pair& pair);           // layouts.cpp
 
   c10::SmallVector<Pair, 4> pairs_;
   c10::SmallVector<c10::Storage, 2> adopted_;

@@ -5,7 +5,12 @@
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/pad.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <cmath>
 
 #include "aten/alias.h"
 #include "aten/own_kernel.h"
@@ -53,6 +58,21 @@ at::Tensor pad_head(const at::Tensor& tensor) {
   return padding == 0 ? tensor : at::pad(tensor, {0, padding});
 }
 
+// The flash kernel keeps its random state as one uint64 pair; the overrideable operator's contract is an int64 seed and
+// an int64 offset of shape ().
+std::pair<at::Tensor, at::Tensor> split_random_state(const at::Tensor& state, const at::Tensor& query) {
+  if (!state.defined() || state.numel() != 2) {
+    const auto zero = at::zeros({}, query.options().dtype(at::kLong));
+    return {zero, zero.clone()};
+  }
+  const auto words = state.view(at::kLong);
+  return {words.select(0, 0), words.select(0, 1)};
+}
+
+at::Tensor join_random_state(const at::Tensor& seed, const at::Tensor& offset) {
+  return at::stack({seed, offset}).view(at::kUInt64);
+}
+
 AttentionOutputs attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                            const std::optional<at::Tensor>& bias, double dropout, bool causal, bool return_debug_mask,
                            std::optional<double> scale) {
@@ -62,10 +82,13 @@ AttentionOutputs attention(const at::Tensor& query, const at::Tensor& key, const
   AliasScope scope;
   const auto head_size = query.size(-1), value_size = value.size(-1);
   const double factor = scale.value_or(1. / std::sqrt(static_cast<double>(head_size)));
-  auto [output, logsumexp, cum_q, cum_k, max_q, max_k, seed, offset, debug] = at::_scaled_dot_product_flash_attention(
-      pad_head(scope.to_native(query)), pad_head(scope.to_native(key)), pad_head(scope.to_native(value)), dropout,
-      causal, return_debug_mask, factor);
+  const auto native_query = scope.to_native(query);
+  auto [output, logsumexp, cum_q, cum_k, max_q, max_k, state, unused, debug] = at::_scaled_dot_product_flash_attention(
+      pad_head(native_query), pad_head(scope.to_native(key)), pad_head(scope.to_native(value)), dropout, causal,
+      return_debug_mask, factor);
   if (output.size(-1) != value_size) output = output.narrow(-1, 0, value_size);
+  if (!return_debug_mask) debug = at::Tensor();
+  const auto [seed, offset] = split_random_state(state, native_query);
   return {scope.to_quartz(output), scope.to_quartz(logsumexp), scope.to_quartz(cum_q), scope.to_quartz(cum_k), max_q,
           max_k, scope.to_quartz(seed), scope.to_quartz(offset), scope.to_quartz(debug)};
 }
@@ -78,11 +101,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   AliasScope scope;
   const double factor = scale.value_or(1. / std::sqrt(static_cast<double>(query.size(-1))));
+  const auto native_seed = scope.to_native(seed);
   auto [grad_q, grad_k, grad_v] = at::_scaled_dot_product_flash_attention_backward(
       pad_head(scope.to_native(grad_output)), pad_head(scope.to_native(query)), pad_head(scope.to_native(key)),
       pad_head(scope.to_native(value)), pad_head(scope.to_native(output)), scope.to_native(logsumexp),
-      scope.to_native(cum_q), scope.to_native(cum_k), max_q, max_k, dropout, causal, scope.to_native(seed),
-      scope.to_native(offset), factor);
+      scope.to_native(cum_q), scope.to_native(cum_k), max_q, max_k, dropout, causal,
+      join_random_state(native_seed, scope.to_native(offset)), at::empty({}, native_seed.options()), factor);
   const auto cut = [&](const at::Tensor& gradient, const at::Tensor& like) {
     return scope.to_quartz(gradient.size(-1) == like.size(-1) ? gradient : gradient.narrow(-1, 0, like.size(-1)));
   };

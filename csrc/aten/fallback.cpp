@@ -89,8 +89,9 @@ class Call {
   void map_arguments() {
     for (const auto& argument : facts_.arguments) {
       auto& value = stack_[base_ + argument.index];
-      if (argument.written) written_.push_back({argument.index, value});
-      if (!value.isNone() && argument.kind != Kind::kGenerator) map_argument(value, argument);
+      if (value.isNone() || argument.kind == Kind::kGenerator) continue;
+      originals_.push_back({argument.index, argument.written, value});
+      map_argument(value, argument);
     }
     if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) throw_mixed_devices();
     for (const auto& argument : facts_.arguments) {  // after the device is known
@@ -99,13 +100,15 @@ class Call {
   }
 
   void map_results() {
-    for (const auto& written : written_) write_back(written.value);
+    for (const auto& original : originals_) {
+      if (original.written) write_back(original.value);
+    }
     const auto first = stack_.size() - facts_.return_count;
     for (std::size_t i = 0; i < facts_.return_count; ++i) {
       auto& value = stack_[first + i];
       if (facts_.returned_argument[i] >= 0) {
-        for (const auto& written : written_) {
-          if (static_cast<int>(written.index) == facts_.returned_argument[i]) value = written.value;
+        for (const auto& original : originals_) {
+          if (static_cast<int>(original.index) == facts_.returned_argument[i]) value = original.value;
         }
       } else if (scope_.has_device()) {
         map_result(value);
@@ -116,8 +119,9 @@ class Call {
   c10::DeviceIndex device() const { return scope_.has_device() ? scope_.device().index() : current_device(); }
 
  private:
-  struct Written {
+  struct Original {
     uint32_t index;
+    bool written;
     IValue value;
   };
 
@@ -233,8 +237,8 @@ class Call {
   const OpFacts& facts_;
   Stack& stack_;
   const std::size_t base_;
+  c10::SmallVector<Original, 6> originals_;  // the arguments as given; keeps them alive for scope_
   AliasScope scope_;
-  c10::SmallVector<Written, 3> written_;
   bool asked_for_cpu_ = false;
 };
 

@@ -99,11 +99,11 @@ struct Native<const std::optional<at::Tensor>&> {
   const std::optional<at::Tensor>& get() { return alias; }
 };
 template <>
-struct Native<at::TensorList> {  // read, or written by an in-place foreach operator: the type does not tell
+struct Native<at::TensorList> {
   c10::SmallVector<at::Tensor, 4> aliases;
-  Native(at::TensorList argument, AliasScope& scope) {
+  Native(at::TensorList argument, AliasScope& scope, Operand operand) {
     aliases.reserve(argument.size());
-    for (const auto& tensor : argument) aliases.push_back(scope.to_native(tensor, Operand::kWritten));
+    for (const auto& tensor : argument) aliases.push_back(scope.to_native(tensor, operand));
   }
   at::TensorList get() { return aliases; }
 };
@@ -134,15 +134,25 @@ struct Native<const OptionalTensorList&> {  // indices: those may stay on the CP
   const OptionalTensorList& get() { return aliases; }
 };
 
+// The type of a list does not tell whether it is written; that an operator returns nothing does (in-place foreach).
+template <class Argument, class Result>
+Native<Argument> make_native(Argument argument, AliasScope& scope) {
+  if constexpr (std::is_same_v<Argument, at::TensorList>) {
+    return Native<Argument>(argument, scope, std::is_void_v<Result> ? Operand::kWritten : Operand::kRead);
+  } else {
+    return Native<Argument>(argument, scope);
+  }
+}
+
 // Results.
-at::Tensor to_quartz(at::Tensor native, AliasScope& scope) { return scope.to_quartz(native); }
+at::Tensor to_quartz(at::Tensor native, AliasScope& scope) { return scope.relabel_or_adopt(std::move(native)); }
 std::vector<at::Tensor> to_quartz(std::vector<at::Tensor> native, AliasScope& scope) {
-  for (auto& tensor : native) tensor = scope.to_quartz(tensor);
+  for (auto& tensor : native) tensor = scope.relabel_or_adopt(std::move(tensor));
   return native;
 }
 template <class... T>
 std::tuple<T...> to_quartz(std::tuple<T...> native, AliasScope& scope) {
-  return std::apply([&](auto&... parts) { return std::tuple<T...>(to_quartz(parts, scope)...); }, native);
+  return std::apply([&](auto&... parts) { return std::tuple<T...>{to_quartz(std::move(parts), scope)...}; }, native);
 }
 at::Scalar to_quartz(at::Scalar native, AliasScope&) { return native; }
 
@@ -179,11 +189,12 @@ struct Unboxed<Op, Result(Arguments...)> {
     counter->count_fallback();
     const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
     AliasScope scope;
-    std::tuple<Native<Arguments>...> natives{Native<Arguments>(arguments, scope)...};
+    std::tuple<Native<Arguments>...> natives{make_native<Arguments, Result>(arguments, scope)...};
     if (C10_UNLIKELY(scope.misplaced_operand() != nullptr)) throw_mixed_devices(scope, arguments...);
     try {
       if constexpr (std::is_void_v<Result>) {
         std::apply([](auto&... native) { Op::redispatch(keys(), native.get()...); }, natives);
+        if (!substrate().is_cuda()) bump_versions(arguments...);
       } else if constexpr (std::is_same_v<Result, at::Tensor&>) {
         std::apply([](auto&... native) { Op::redispatch(keys(), native.get()...); }, natives);
         at::Tensor* result = nullptr;
@@ -207,6 +218,15 @@ struct Unboxed<Op, Result(Arguments...)> {
     std::size_t place = 0, found = 0;
     ((found = holds(arguments, scope.misplaced_operand()) ? place : found, ++place), ...);
     scope.throw_mixed_devices(counter->name, op.schema().arguments()[found].name());
+  }
+
+  // An in-place foreach operator of the CPU writes through add_ and its kind, above which we excluded the key that counts
+  // versions; without a count autograd would not see that a saved tensor has changed. The written list comes first.
+  template <class... Rest>
+  static void bump_versions(at::TensorList written, const Rest&...) {
+    for (const auto& tensor : written) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
   }
 
   static c10::DispatchKeySet keys() { return c10::DispatchKeySet(substrate().keys().dense); }

@@ -50,7 +50,7 @@ Tensor make_compressed(DispatchKey key, c10::Device device, const Tensor& source
 // The size and stride tables of a nested tensor live on the CPU for every device.
 Tensor make_nested(DispatchKey key, c10::Storage storage, const Tensor& source) {
   auto* impl = at::native::get_nested_tensor_impl(source);
-  return at::detail::make_tensor<at::native::NestedTensorImpl>(std::move(storage), DispatchKeySet(key), source.dtype(),
+  return at::detail::make_tensor<at::native::NestedTensorImpl>(std::move(storage), DispatchKeySet({key, DispatchKey::AutogradNestedTensor}), source.dtype(),
                                                                impl->get_nested_sizes(), impl->get_nested_strides(),
                                                                impl->get_storage_offsets());
 }
@@ -118,16 +118,16 @@ Tensor AliasScope::adopt_layout(const Tensor& native) {
 }
 
 void AliasScope::write_back_layout(const Pair& pair) {
-  if (pair.quartz.layout() == c10::kSparse) {
-    fill_sparse(pair.quartz, pair.native, to_quartz(sparse(pair.native)->indices()),
+  const auto quartz = pair.tensor();
+  if (quartz.layout() == c10::kSparse) {
+    fill_sparse(quartz, pair.native, to_quartz(sparse(pair.native)->indices()),
                 to_quartz(sparse(pair.native)->values()));
-  } else if (at::sparse_csr::is_sparse_compressed(pair.quartz)) {
+  } else if (at::sparse_csr::is_sparse_compressed(quartz)) {
     auto* impl = compressed(pair.native);
-    compressed(pair.quartz)
-        ->set_member_tensors(to_quartz(impl->compressed_indices()), to_quartz(impl->plain_indices()),
-                             to_quartz(impl->values()), pair.native.sizes());
-  } else if (pair.quartz.is_quantized()) {
-    at::get_qtensorimpl(pair.quartz)->set_quantizer_(at::get_qtensorimpl(pair.native)->quantizer());
+    compressed(quartz)->set_member_tensors(to_quartz(impl->compressed_indices()), to_quartz(impl->plain_indices()),
+                                           to_quartz(impl->values()), pair.native.sizes());
+  } else if (quartz.is_quantized()) {
+    at::get_qtensorimpl(quartz)->set_quantizer_(at::get_qtensorimpl(pair.native)->quantizer());
   }
   // Zero tensors cannot be written to, and the tables of a nested tensor do not change under in-place operators.
 }

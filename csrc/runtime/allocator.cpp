@@ -24,26 +24,26 @@ class Counter {
       freed_.fetch_sub(amount, std::memory_order_relaxed);
       return;
     }
-    allocated_.fetch_add(amount, std::memory_order_relaxed);
     for (auto peak = peak_.load(std::memory_order_relaxed);
          now > peak && !peak_.compare_exchange_weak(peak, now, std::memory_order_relaxed);) {
     }
   }
   void reset_peak() { peak_.store(current_.load()); }
   void reset_accumulated() {
-    allocated_.store(0);
+    base_.store(current_.load());
     freed_.store(0);
   }
   void fill(StatArray& array) const {
     auto& stat = array[kAggregate];
     stat.current = current_.load();
     stat.peak = peak_.load();
-    stat.allocated = allocated_.load();
     stat.freed = freed_.load();
+    stat.allocated = stat.current - base_.load() + stat.freed;  // since the reset; not counted on its own: one atomic less
   }
 
  private:
-  std::atomic<int64_t> current_{0}, peak_{0}, allocated_{0}, freed_{0};
+  std::atomic<int64_t> current_{0}, peak_{0}, freed_{0};
+  std::atomic<int64_t> base_{0};  // current_ at the last reset of the accumulated values
 };
 
 struct DeviceCounters {

@@ -15,8 +15,8 @@ def compile_library(source: Path, target: Path, *options: str) -> Path:
     assert compiler, "these tests need a C++ compiler"
     includes = [f"-isystem{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
     folder = cpp_extension.library_paths()[0]
-    command = [compiler, "-shared", "-fPIC", "-std=c++20", "-O1", "-w", *includes, str(source), *options, "-o", str(target)]
-    command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", "-O1", "-w", *includes, str(source), *options]
+    command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu", "-ltorch", "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target

@@ -34,7 +34,8 @@ def build(tmp_path_factory):
     def configure_and_build(name):
         folder = tmp_path_factory.mktemp(name)
         prefix = f"{torch.utils.cmake_prefix_path};{PACKAGE}"
-        run(cmake, "-S", EXAMPLES / name, "-B", folder, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release", PATH=path)
+        options = [f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release"]
+        run(cmake, "-S", EXAMPLES / name, "-B", folder, *options, PATH=path)
         run(cmake, "--build", folder, PATH=path)
         return folder
 

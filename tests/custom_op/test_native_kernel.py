@@ -1,4 +1,4 @@
-"""The author's side: examples/02_custom_op, a native quartz kernel in Python and in C++ against the installed headers."""
+"""The author's side: examples/02_custom_op, a quartz kernel in Python and one in C++ against the installed headers."""
 
 import importlib.util
 import sys
@@ -61,5 +61,6 @@ def test_errors_name_argument_rule_and_value(example):
 def test_opcheck(example):
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     x = torch.randn(3, 8, device="quartz", requires_grad=True)
-    torch.library.opcheck(torch.ops.example_cpp.rms_scale.default, (x, torch.rand(8, device="quartz"), 1e-6), test_utils=checks)
+    weight = torch.rand(8, device="quartz")
+    torch.library.opcheck(torch.ops.example_cpp.rms_scale.default, (x, weight, 1e-6), test_utils=checks)
     torch.library.opcheck(example.softclip, (x, 2.0), test_utils=checks)

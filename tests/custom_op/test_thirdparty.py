@@ -1,4 +1,4 @@
-"""A C++ extension with CPU and CUDA kernels only, built without quartz, works on quartz tensors through the fallback."""
+"""A C++ extension with CPU and CUDA kernels only, built without quartz, works on quartz through the fallback."""
 
 import pytest
 import torch

@@ -1,7 +1,8 @@
 """Triton kernels launched on quartz tensors.
 
 Triton takes the pointer of whatever has a ``data_ptr()``, and current device and stream from ``torch.cuda``. On the
-cuda substrate all three are those of quartz, so a kernel written for CUDA tensors needs no change and no patch. """
+cuda substrate all three are those of quartz, so a kernel written for CUDA tensors needs no change and no patch.
+"""
 
 import pytest
 import torch

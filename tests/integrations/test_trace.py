@@ -44,7 +44,7 @@ def test_fake_tensors_keep_the_device():
 
 
 def test_fake_tensors_refuse_mixed_devices():
-    with FakeTensorMode(), pytest.raises(RuntimeError, match="two different devices|same device|device"):
+    with FakeTensorMode(), pytest.raises(RuntimeError, match=r"two different devices|same device"):
         torch.empty(3, device="quartz") + torch.empty(3)
 
 

@@ -152,7 +152,6 @@ def test_distributed_optimizers_and_fsdp_find_their_names():
     assert torch._utils._get_device_module("quartz") is torch.quartz
     assert torch._utils._get_available_device_type() in ("quartz", "cuda")
     assert torch._utils._get_device_index("quartz:0", optional=True) == 0
-    from torch.distributed.device_mesh import _mesh_resources  # noqa: F401
 
 
 def test_saving_is_possible_while_the_default_device_is_quartz(tmp_path):

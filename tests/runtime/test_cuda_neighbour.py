@@ -14,7 +14,8 @@ TRAINING = """
     {imports}
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 4)).cuda()
+    layers = torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 4)
+    model = torch.nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cuda")
     losses = []
@@ -53,7 +54,11 @@ def test_a_training_loop_equals_one_without_the_package(run_python):
 @pytest.mark.cuda
 def test_installed_but_not_imported_changes_nothing(run_python):
     # With autoload on, as in a user's process: on a CUDA build the entry point leaves PyTorch alone.
-    code = "import sys, torch; assert torch.accelerator.current_accelerator().type == 'cuda'; assert 'torch_quartz' not in sys.modules"
+    code = """
+        import sys, torch
+        assert torch.accelerator.current_accelerator().type == "cuda"
+        assert "torch_quartz" not in sys.modules
+    """
     run_python(code, autoload=True)
     expected = json.loads(run_python(TRAINING.format(imports="")))
     assert json.loads(run_python(TRAINING.format(imports=""), autoload=True)) == expected
@@ -303,7 +308,7 @@ def test_a_mixed_graph_and_a_missing_slot_are_explained(run_python, fake_mtia):
         def __getattr__(self, name):
             return getattr(_C, name)
         def call_with_accelerator(self, *args):
-            raise RuntimeError("quartz: the accelerator question of the autograd engine cannot be redirected in libtorch_cpu.so: test")
+            raise RuntimeError("quartz: the accelerator question cannot be redirected in libtorch_cpu.so: a test")
 
     cuda_backward.undo()
     import torch_quartz

@@ -139,3 +139,14 @@ def test_submodules_are_importable_under_both_names():
 
     assert amp_module is amp and autocast is amp.autocast and GradScaler is amp.GradScaler
     assert torch.quartz.memory.memory_allocated is torch.quartz.memory_allocated
+
+
+def test_type_stubs_name_what_the_compiled_half_has():
+    import ast
+    from pathlib import Path
+
+    from torch_quartz import _C
+
+    stub = ast.parse(Path(torch_quartz.__file__).with_name("_C.pyi").read_text())
+    stubbed = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert stubbed == {name for name in vars(_C) if not name.startswith("__")}

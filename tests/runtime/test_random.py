@@ -115,8 +115,9 @@ def test_fork_rng():
     assert torch.equal(before, torch.quartz.get_rng_state())
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_uniform_numbers_stay_below_one(dtype):
-    # Half-open as documented (pytorch#96947); the native kernel decides, this guards the path to it.
+    # Half-open as documented. CUDA's own kernels round up to 1 in half precision (pytorch#96947).
     x = torch.rand(1_000_000, dtype=dtype, device="quartz")
     assert x.max() < 1 and x.min() >= 0

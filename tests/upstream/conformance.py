@@ -11,7 +11,7 @@ python tests/upstream/conformance.py --out build/conformance              (the w
 python tests/upstream/conformance.py --profile slice                      (what CI runs)
 python tests/upstream/conformance.py --ops '^add$' --checks forward,out   (some checks of one operator)
 python tests/upstream/conformance.py --substrate cuda --jobs 8 --slice 1/3 --deadline 540 --out out1
-python tests/upstream/conformance.py --merge out1 out2 out3 --out all     (joins slices)
+python tests/upstream/conformance.py --merge out1 out2 out3 --update docs/conformance.md   (joins slices)
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import subprocess
 import sys
 import threading
 import time
+
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # this process only reads PyTorch's databases
 
 from harness import report
 from harness.exclusions import excluded
@@ -53,6 +55,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--patience", type=float, default=180.0, help="seconds after which a check hangs")
     parser.add_argument("--deadline", type=float, default=0.0, help="seconds after which no variant is started")
     parser.add_argument("--out", type=pathlib.Path, default=None, help="folder for conformance.json and .md")
+    parser.add_argument("--update", type=pathlib.Path, help="Markdown document whose section of this sweep is replaced")
     parser.add_argument("--control", action="store_true", help="plain PyTorch in the place of quartz")
     parser.add_argument("--show-no-reference", action="store_true", help="say why plain PyTorch fails")
     parser.add_argument("--merge", type=pathlib.Path, nargs="+", help="join the results in these folders")
@@ -137,6 +140,8 @@ class Sweep:
         if result["status"] == "no_reference" and not result.get("without_reference") and not result.get("message"):
             return
         kept = {key: value for key, value in result.items() if value or key == "status"}
+        if result["status"] in report.BAD:
+            print(report.line({**request, "check": check, **result}), flush=True)
         with self._lock:
             self.results.append(
                 {"database": request["database"], "name": request["name"], "dtype": request["dtype"], "check": check}
@@ -186,13 +191,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     provide_expecttest()
     meta, results, problems = (*report.merge(options.merge), []) if options.merge else run(options)
-    for result in report.bad(results):
-        where = f"{result['database']} {result['name']} {result['dtype']} {result['check']}"
-        print(f"{result['status'].upper()} {where}: {result.get('message', '')}")
+    for result in report.bad(results) if options.merge else ():  # a run has printed them as they came
+        print(report.line(result))
     if options.show_no_reference:
         for result in results:
             if result["status"] == "no_reference":
-                print("NO REFERENCE", *(result.get(k, "") for k in ("database", "name", "dtype", "check", "message")))
+                print(report.line(result))
     for problem in problems:
         print(f"PROBLEM {problem}")
     summary = report.tally(results)
@@ -204,6 +208,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{meta['substrate']}, torch {meta['torch']}, {meta['seconds']:.0f} s: {report.one_line(summary)}")
     if options.out:
         report.write(options.out, meta, results)
+    if options.update:
+        report.update_document(options.update, meta, results)
     return 1 if report.bad(results) or problems or not results else 0
 
 

@@ -28,7 +28,7 @@ def is_initialized() -> bool:
     >>> torch.quartz.is_initialized()
     True
     """
-    return _C.substrate() != "cuda" or torch.cuda.is_initialized()
+    return _C.is_initialized() and not _is_in_bad_fork()
 
 
 def _lazy_init() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from torch_quartz import _C
+from torch_quartz.device import lifecycle
 from torch_quartz.device._utils import DeviceLike, _checked_index
 
 
@@ -31,7 +32,10 @@ def manual_seed(seed: int) -> None:
     >>> torch.quartz.initial_seed()
     7
     """
-    _get_generator().manual_seed(int(seed))
+    if lifecycle.is_initialized():
+        _get_generator().manual_seed(int(seed))
+    else:
+        torch.cuda.manual_seed(seed)  # the same state, and CUDA keeps the seed until there is a context
 
 
 def manual_seed_all(seed: int) -> None:
@@ -46,6 +50,9 @@ def manual_seed_all(seed: int) -> None:
     --------
     >>> torch.quartz.manual_seed_all(7)
     """
+    if not lifecycle.is_initialized():
+        torch.cuda.manual_seed_all(seed)  # see manual_seed
+        return
     for index in range(_C.device_count()):
         _get_generator(index).manual_seed(int(seed))
 

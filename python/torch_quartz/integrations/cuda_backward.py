@@ -101,12 +101,13 @@ def _explain(error: RuntimeError, outputs, native: str) -> RuntimeError | None:
     advice = f'keep the whole graph on "{native}" or on "quartz", which is the same memory of the same GPU'
     if "cannot be redirected" in text:
         return RuntimeError(
-            f'backward: PyTorch cannot run a backward pass of "{native}" tensors in a process that has imported torch_quartz '
-            f"({text.splitlines()[0]}): run it in a process without torch_quartz, or move the model to \"quartz\""
+            f'backward: PyTorch cannot run a backward pass of "{native}" tensors in a process that has imported '
+            f"torch_quartz ({text.splitlines()[0]}): run it in a process without torch_quartz, or move the model to "
+            '"quartz"'
         )
     if "INTERNAL ASSERT" in text and "stream" in text and all(_accelerators(outputs, native, whole=True)):
         return RuntimeError(
-            f'backward: the graph crosses between "{native}" and "quartz" tensors, and PyTorch\'s autograd engine knows one '
-            f"accelerator per backward pass: {advice}, or call .detach() where it crosses"
+            f'backward: the graph crosses between "{native}" and "quartz" tensors, and PyTorch\'s autograd engine '
+            f"knows one accelerator per backward pass: {advice}, or call .detach() where it crosses"
         )
     return None

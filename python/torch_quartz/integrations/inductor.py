@@ -14,10 +14,11 @@ Why PyTorch's hooks do not do:
 So `install` wraps ``torch._inductor.compile_fx.compile_fx``, when that module is first imported, to pass an
 ``inner_compile`` of ours. A graph without quartz goes to the original untouched.
 
-Limits: AOTAutograd's cache is off for quartz graphs (its entries would call the native code with quartz tensors; Inductor's
-own cache of compiled graphs is on), and ahead-of-time packages (``torch._inductor.aoti_compile_and_package``) are
-refused. Where Inductor cannot serve (no C++ compiler, an operator it does not know), the graph runs uncompiled on
-quartz, with one warning for each cause. """
+Limits: AOTAutograd's cache is off for quartz graphs (its entries would call the native code with quartz tensors;
+Inductor's own cache of compiled graphs is on), and ahead-of-time packages
+(``torch._inductor.aoti_compile_and_package``) are refused. Where Inductor cannot serve (no C++ compiler, an operator
+it does not know), the graph runs uncompiled on quartz, with one warning for each cause.
+"""
 
 import contextlib
 import functools
@@ -212,7 +213,8 @@ def _warn_once(error: Exception) -> None:
     if cause not in _warned:
         _warned.add(cause)
         warnings.warn(
-            f"torch.compile: Inductor cannot compile a graph of quartz tensors, which runs uncompiled instead ({cause})",
+            "torch.compile: Inductor cannot compile a graph of quartz tensors, which runs uncompiled instead "
+            f"({cause})",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -3,7 +3,11 @@
 A graph for the native device (`inductor_graph`) cannot call an operator that has a quartz kernel of its own, or none
 for the native device. Such an operator is replaced by a bridge of the same schema: its kernel adopts the native
 tensors it is given, without a copy, calls the operator on quartz, and hands out native aliases of the results. To
-Inductor it is one more custom operator. """
+Inductor it is one more custom operator.
+"""
+
+import functools
+from collections.abc import Callable
 
 import torch
 from torch.utils._pytree import tree_map
@@ -17,8 +21,14 @@ _RAISING = {
     "aten::convolution_overrideable",
     "aten::convolution_backward_overrideable",
 }
+# Operators whose quartz kernel takes dtypes that the CPU's refuses (csrc/aten/histogram.cpp).
+_WIDER_THAN_CPU = {"aten::histc"}
 # Operators of PyTorch and of this project: there a quartz kernel computes what the native kernel computes.
-_OWN_NAMESPACES = {"aten", "prims", "quartz"}
+_OWN_NAMESPACES = {
+    *("quartz", "aten", "prim", "prims", "rngprims", "debugprims", "inductor", "profiler", "streams"),
+    *("quantized", "_quantized", "quantized_decomposed", "mkldnn", "onednn"),
+    *("c10d", "_c10d_functional", "_dtensor", "fsdp"),
+}
 
 _library: torch.library.Library | None = None
 _bridges: dict[str, torch._ops.OpOverload] = {}
@@ -44,6 +54,8 @@ def _needs_bridge(operator: torch._ops.OpOverload) -> bool:
     if name in _RAISING:
         return True
     native_key = torch._C._dispatch_key_for_device(native_device(0).type)
+    if native_key == "CPU" and name in _WIDER_THAN_CPU:
+        return True
     if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, native_key):
         return torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "PrivateUse1")
     if operator.namespace in _OWN_NAMESPACES:
@@ -63,24 +75,47 @@ def _bridge(operator: torch._ops.OpOverload, index: int) -> torch._ops.OpOverloa
     if _library is None:
         _library = torch.library.Library("quartz_bridge", "FRAGMENT")
 
-    def on_quartz(*args, **kwargs):
+    def run(*args, **kwargs):
         from torch_quartz import _C
 
-        native = native_device(index).type
+        adopt = functools.partial(_C.adopt, device_index=-1 if native_device(index).type == "cuda" else index)
+        return _on_quartz(operator, index, adopt, _C.native_alias, args, kwargs)
 
-        def adopt(value):
-            if isinstance(value, torch.Tensor) and value.device.type == native:
-                return _C.adopt(value) if native == "cuda" else _C.adopt(value, index)
-            return torch.device("quartz", index) if isinstance(value, torch.device) and value.type == native else value
-
-        def alias(value):
-            return _C.native_alias(value) if isinstance(value, torch.Tensor) and value.device.type == "quartz" else value
-
-        return tree_map(alias, operator(*tree_map(adopt, args), **tree_map(adopt, kwargs)))
+    def trace(*args, **kwargs):
+        move = functools.partial(_fake_on, torch.device("quartz", index))
+        return _on_quartz(operator, index, move, functools.partial(_fake_on, native_device(index)), args, kwargs)
 
     schema = str(operator._schema)
     _library.define(name + schema[schema.index("(") :], tags=operator.tags)
-    _library.impl(name, on_quartz, torch._C._dispatch_key_for_device(native_device(0).type))
-    torch.library.register_fake(f"quartz_bridge::{name}", operator, lib=_library)
+    _library.impl(name, run, torch._C._dispatch_key_for_device(native_device(0).type))
+    torch.library.register_fake(f"quartz_bridge::{name}", trace, lib=_library)
     _bridges[name] = getattr(torch.ops.quartz_bridge, name).default
     return _bridges[name]
+
+
+def _on_quartz(operator: torch._ops.OpOverload, index: int, adopt: Callable, alias: Callable, args, kwargs):
+    # Calls the operator with what `adopt` makes of native tensors, and gives what `alias` makes of quartz ones. A
+    # tensor that comes back from the operator comes back from here.
+    native = native_device(index).type
+    adopted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def enter(value):
+        if isinstance(value, torch.Tensor) and value.device.type == native:
+            tensor = adopt(value)
+            adopted[id(tensor)] = (tensor, value)
+            return tensor
+        if isinstance(value, torch.device) and value.type == native:
+            return torch.device("quartz", index)
+        return value
+
+    def leave(value):
+        if id(value) in adopted:
+            return adopted[id(value)][1]
+        quartz = isinstance(value, torch.Tensor) and value.device.type == "quartz"
+        return alias(value) if quartz else value
+
+    return tree_map(leave, operator(*tree_map(enter, args), **tree_map(enter, kwargs)))
+
+
+def _fake_on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)

@@ -1,7 +1,8 @@
 """Move a graph that AOTAutograd traced with quartz tensors to the native device, for `inductor`.
 
-The graph, its fake inputs and its constants get the native device in place of quartz; nothing else changes. Operators that
-must run on quartz (an author's quartz kernel, or no native kernel at all) are replaced by bridges (`inductor_bridge`).
+The graph, its fake inputs and its constants get the native device in place of quartz; nothing else changes. Operators
+that must run on quartz (an author's quartz kernel, or no native kernel at all) are replaced by bridges
+(`inductor_bridge`).
 """
 
 import contextlib
@@ -95,9 +96,21 @@ def to_native(module: torch.fx.GraphModule, inputs: Sequence) -> NativeGraph:
         native = _copy(module)
         for graph_module in _graph_modules(native):
             _move(graph_module, mode)
-        FakeTensorProp(native, mode=mode).propagate_dont_convert_inputs(*native_inputs)
+        _Propagation(native, mode=mode).propagate_dont_convert_inputs(*native_inputs)
     native.recompile()
     return NativeGraph(native, native_inputs, _output_devices(module), _random_devices(module, inputs))
+
+
+class _Propagation(FakeTensorProp):
+    # Traces values through the graph, but leaves the storages of its inputs as they are: Inductor looks at them next.
+    def run_node(self, n):
+        if n.op == "call_function" and n.target in _CHANGE_STORAGE:
+            (tensor, *_), _ = self.fetch_args_kwargs_from_env(n)
+            return tensor
+        return super().run_node(n)
+
+
+_CHANGE_STORAGE = {torch.ops.inductor.resize_storage_bytes_.default, torch.ops.aten.set_.source_Tensor}
 
 
 def _move(module: torch.fx.GraphModule, mode) -> None:
@@ -118,7 +131,7 @@ def _move(module: torch.fx.GraphModule, mode) -> None:
             node.meta["val"] = map_aggregate(node.meta["val"], lambda value: _native_example(value, mode))
     placeholders = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     if placeholders and not any(value is None for value in placeholders) and module.meta.get("quartz_subgraph"):
-        FakeTensorProp(module, mode=mode).propagate_dont_convert_inputs(*placeholders)
+        _Propagation(module, mode=mode).propagate_dont_convert_inputs(*placeholders)
     module.recompile()
 
 

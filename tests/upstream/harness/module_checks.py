@@ -12,7 +12,7 @@ from .autograd_checks import differentiable, gradients, second_gradients
 from .placement import Placer
 from .records import Outcome
 from .run import capture, pick
-from .target import Target
+from .target import Target, start_counting
 
 
 class ModuleRun:
@@ -64,7 +64,9 @@ class ModuleRun:
         """Fresh copies of the forward arguments on the device."""
         source = sample.forward_input
         placer = Placer(self.target.native, self.target.device, grad=grad)
-        return placer.place(tree_map(change, (source.args, dict(source.kwargs))))
+        placed = placer.place(tree_map(change, (source.args, dict(source.kwargs))))
+        start_counting(self.target)
+        return placed
 
     def each(self, check: Callable[[object, bool], tuple[dict, dict]]) -> list[Outcome]:
         """One outcome for each input."""

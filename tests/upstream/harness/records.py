@@ -21,7 +21,21 @@ _PARTS = {
 
 @dataclasses.dataclass
 class TensorRecord:
-    """One tensor: everything a user can see of it. `data` holds the elements in row-major order."""
+    """One tensor: everything a user can see of it.
+
+    Attributes
+    ----------
+    stride
+        None where it has no meaning: fewer than two elements, or a layout without strides.
+    place
+        ``"device"`` for the device under test, else the device's name.
+    bits
+        Conjugate bit, negative bit, zero tensor; for COO the first one is "coalesced".
+    data
+        The elements in row-major order; None for layouts that consist of parts.
+    parts
+        The plain tensors of a sparse or nested tensor.
+    """
 
     dtype: torch.dtype
     shape: tuple
@@ -56,39 +70,77 @@ class Outcome:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def record(tensor: torch.Tensor, device: str) -> TensorRecord:
-    """Describe `tensor`; `device` is the device type under test, so that both sides write the same place."""
+class Reader:
+    """Copies the elements of many tensors to the CPU at once, since each copy from a GPU waits for it."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[TensorRecord, torch.Tensor]] = []
+
+    def add(self, rec: TensorRecord, tensor: torch.Tensor) -> None:
+        """Note that `rec` gets the elements of `tensor`."""
+        rec.data = b""
+        if tensor.numel() > 0:
+            self._parts.append((rec, _row_major_bytes(tensor)))
+
+    def read(self) -> None:
+        """Fill all records."""
+        by_device: dict[torch.device, list[tuple[TensorRecord, torch.Tensor]]] = {}
+        for rec, flat in self._parts:
+            by_device.setdefault(flat.device, []).append((rec, flat))
+        for parts in by_device.values():
+            together = torch.cat([flat for _, flat in parts]).cpu().numpy()
+            start = 0
+            for rec, flat in parts:
+                rec.data = together[start : start + flat.numel()].tobytes()
+                start += flat.numel()
+        self._parts = []
+
+
+def record(tensor: torch.Tensor, device: str, reader: Reader | None = None) -> TensorRecord:
+    """Describe `tensor`; `device` is the device type under test, so that both sides write the same place.
+
+    With a `reader` the elements are there after ``reader.read()``, else at once.
+    """
+    mine = reader or Reader()
+    rec = _describe(tensor, device, mine)
+    if reader is None:
+        mine.read()
+    return rec
+
+
+def _describe(tensor: torch.Tensor, device: str, reader: Reader) -> TensorRecord:
     place = "device" if tensor.device.type == device else str(tensor.device)
-    requires_grad = tensor.requires_grad
+    rec = TensorRecord(tensor.dtype, (), None, "strided", place, tensor.requires_grad, (False, False, False), None, [])
     tensor = tensor.detach()
-    flags = (False, False, False)
-    parts, data, stride = [], None, None
     if shares_plain_storage(tensor) or tensor._is_zerotensor():
-        flags = (tensor.is_conj(), tensor.is_neg(), tensor._is_zerotensor())
-        stride = tuple(tensor.stride()) if tensor.numel() > 1 else None
-        data = None if tensor.is_meta else _row_major_bytes(tensor)
-        layout, shape = "strided", tuple(tensor.shape)
+        rec.bits = (tensor.is_conj(), tensor.is_neg(), tensor._is_zerotensor())
+        rec.shape = tuple(tensor.shape)
+        rec.stride = tuple(tensor.stride()) if tensor.numel() > 1 else None
+        if not tensor.is_meta:
+            reader.add(rec, tensor)
     elif tensor.is_nested:
-        layout, shape = f"nested {tensor.layout}", (tensor.size(0), tensor.dim())
-        parts = [record(part, device) for part in tensor.unbind()]
+        rec.layout, rec.shape = f"nested {tensor.layout}", (tensor.size(0), tensor.dim())
+        rec.parts = [_describe(part, device, reader) for part in tensor.unbind()]
     elif tensor.layout in _PARTS:
-        layout, shape = str(tensor.layout), tuple(tensor.shape)
+        rec.layout, rec.shape = str(tensor.layout), tuple(tensor.shape)
         if tensor.layout == torch.sparse_coo:
-            flags = (tensor.is_coalesced(), False, False)
-        parts = [record(part, device) for part in _PARTS[tensor.layout](tensor)]
+            rec.bits = (tensor.is_coalesced(), False, False)
+        rec.parts = [_describe(part, device, reader) for part in _PARTS[tensor.layout](tensor)]
     else:
         raise TypeError(f"no record for a {type(tensor).__name__} of layout {tensor.layout}")
-    return TensorRecord(tensor.dtype, shape, stride, layout, place, requires_grad, flags, data, parts)
+    return rec
 
 
-def _row_major_bytes(tensor: torch.Tensor) -> bytes:
-    host = tensor.resolve_conj().resolve_neg().cpu()
-    if host._is_zerotensor():
-        host = torch.zeros(host.shape, dtype=host.dtype)
-    if host.is_complex():
-        host = torch.view_as_real(host)
-    flat = host.contiguous().as_strided((host.numel(),), (1,))  # also where the stride of a size-1 dimension is odd
-    return flat.view(torch.uint8).numpy().tobytes()
+def _row_major_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements as a one-dimensional uint8 tensor on the same device."""
+    if tensor._is_zerotensor():
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    tensor = tensor.contiguous()
+    # Of a contiguous tensor the stride of a dimension of size 1 may be odd, which view(dtype) refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def values(rec: TensorRecord) -> torch.Tensor:

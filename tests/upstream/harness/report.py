@@ -8,7 +8,7 @@ import pathlib
 
 # Order of the columns. "skipped" is an excluded or not reached check; "no_reference" fails on plain PyTorch too.
 STATUSES = ("passed", "failed", "error", "crash", "hang", "skipped", "no_reference")
-_BAD = ("failed", "error", "crash", "hang")
+BAD = ("failed", "error", "crash", "hang")
 
 
 def tally(results: list[dict]) -> dict:
@@ -35,7 +35,13 @@ def tally(results: list[dict]) -> dict:
 
 def bad(results: list[dict]) -> list[dict]:
     """The results that are failures."""
-    return [result for result in results if result["status"] in _BAD]
+    return [result for result in results if result["status"] in BAD]
+
+
+def line(result: dict) -> str:
+    """One result for people."""
+    where = " ".join(result[field] for field in ("database", "name", "dtype", "check"))
+    return f"{result['status'].upper()} {where}: {result.get('message', '')}"
 
 
 def totals(summary: dict) -> collections.Counter:
@@ -50,7 +56,7 @@ def totals(summary: dict) -> collections.Counter:
 def one_line(summary: dict) -> str:
     """The counts in one sentence."""
     total = totals(summary)
-    judged = sum(total[status] for status in ("passed", *_BAD))
+    judged = sum(total[status] for status in ("passed", *BAD))
     share = f"{100 * total['passed'] / judged:.3f} %" if judged else "none"
     counts = ", ".join(f"{total[status]} {status.replace('_', ' ')}" for status in STATUSES)
     return (
@@ -116,3 +122,14 @@ def merge(folders: list[pathlib.Path]) -> tuple[dict, list[dict]]:
         meta["seconds"] += document["meta"]["seconds"]
         meta["command"] += "; " + document["meta"]["command"]
     return meta, [result for document in documents for result in document["results"]]
+
+
+def update_document(document: pathlib.Path, meta: dict, results: list[dict]) -> None:
+    """Replace the section of this substrate and torch version in a Markdown document, or add it at the end."""
+    key = f"{meta['substrate']} torch {meta['torch']}"
+    begin, end = f"<!-- sweep: {key} -->", "<!-- end of sweep -->"
+    section = f"{begin}\n{markdown(meta, results)}{end}\n"
+    text = document.read_text()
+    before, found, rest = text.partition(begin)
+    text = f"{before}{section}{rest.partition(end)[2].lstrip()}" if found else f"{text.rstrip()}\n\n{section}"
+    document.write_text(text)

@@ -10,8 +10,8 @@ import torch
 
 from . import exclusions
 from .placement import Placer, tensors_in
-from .records import Outcome, alias_facts, record
-from .target import Target, synchronize
+from .records import Outcome, Reader, alias_facts, record
+from .target import Target, start_counting, stop_counting, synchronize
 
 SEED = 1234
 # Samples taken from the generator, in this order: the first ones are the plainest, the later ones add variety.
@@ -35,20 +35,25 @@ def seed() -> None:
 def capture(target: Target, label: str, call: Callable[[], tuple[dict, dict]]) -> Outcome:
     """Run `call`, which returns named nests of tensors and facts, and describe what came out.
 
+    Operator calls are counted from the last placement of samples inside `call` to its end.
     Non-tensor leaves (numbers, sizes) of a nest become facts, so that they are compared for equality.
     """
     try:
         seed()
+        start_counting(target)
         nests, facts = call()
+        stop_counting(target)
         outcome = Outcome(label, facts=facts)
+        reader = Reader()
         for name, nest in nests.items():
             leaves, structure = torch.utils._pytree.tree_flatten(nest)
             facts[f"{name} structure"] = repr(structure)
             for number, leaf in enumerate(leaves):
                 if isinstance(leaf, torch.Tensor):
-                    outcome.tensors[f"{name}[{number}]"] = record(leaf, target.device)
+                    outcome.tensors[f"{name}[{number}]"] = record(leaf, target.device, reader)
                 elif leaf is None or isinstance(leaf, (bool, int, float, complex, str, torch.dtype)):
                     facts[f"{name}[{number}]"] = repr(leaf)
+        reader.read()
         synchronize(target)
         return outcome
     except Exception as error:
@@ -98,10 +103,12 @@ class OpRun:
         args = (sample.input, *sample.args)
         if self.op.name in exclusions.ARGUMENTS_ON_CPU:
             moved = (placer.place(sample.input), *sample.args)
+            start_counting(self.target)
             return moved, dict(sample.kwargs)
         moved, kwargs = placer.place((args, dict(sample.kwargs)))
         if not tensors_in((moved, kwargs)) and "device" not in kwargs and accepts_device(self.op):
             kwargs["device"] = self.target.device
+        start_counting(self.target)
         return moved, kwargs
 
     def capture(self, label: str, call: Callable[[], tuple[dict, dict]]) -> Outcome:

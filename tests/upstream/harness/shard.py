@@ -45,6 +45,7 @@ class Pair:
             "PYTHONPATH": python_path(),
             "PYTHONHASHSEED": "0",  # samples that iterate over sets come in the same order on both sides
             "OMP_NUM_THREADS": "1",
+            "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",  # the reference must not load torch_quartz
             "CONFORMANCE_PIPE": str(pipe),
         }
         self.logs[role] = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the pair)

@@ -63,7 +63,12 @@ def load(role: str, substrate: str) -> Target:
     passes of plain ``"cuda"`` tensors.
     """
     provide_expecttest()
-    if role == "quartz":
+    if role != "quartz":
+        import torch  # with TORCH_DEVICE_BACKEND_AUTOLOAD=0, see shard.py
+
+        if "torch_quartz" in sys.modules:
+            raise RuntimeError(f"importing torch {torch.__version__} imported torch_quartz in the {role} process")
+    else:
         os.environ["TORCH_QUARTZ_SUBSTRATE"] = substrate
         import torch_quartz
 
@@ -73,22 +78,32 @@ def load(role: str, substrate: str) -> Target:
     return Target(role, substrate)
 
 
-def reset_op_counts(target: Target) -> None:
-    """Set the operator counters to zero (quartz role only)."""
+_calls = [0, 0]  # operator calls since take_counts: by own kernels, by the fallback
+
+
+def start_counting(target: Target) -> None:
+    """Count operator calls from here on; what was counted since the last start is dropped."""
     if target.role == "quartz":
         import torch_quartz
 
         torch_quartz._C.reset_op_counts()
 
 
-def op_counts(target: Target) -> tuple[int, int]:
-    """Operator calls since the last reset: (by own kernels, by the fallback)."""
-    if target.role != "quartz":
-        return 0, 0
-    import torch_quartz
+def stop_counting(target: Target) -> None:
+    """Keep the operator calls since :func:`start_counting`."""
+    if target.role == "quartz":
+        import torch_quartz
 
-    counts = torch_quartz._C.op_counts().values()
-    return sum(own for own, _ in counts), sum(fallback for _, fallback in counts)
+        for own, fallback in torch_quartz._C.op_counts().values():
+            _calls[0] += own
+            _calls[1] += fallback
+
+
+def take_counts() -> tuple[int, int]:
+    """Operator calls kept since the last time: (by own kernels, by the fallback)."""
+    counts = _calls[0], _calls[1]
+    _calls[:] = 0, 0
+    return counts
 
 
 def synchronize(target: Target) -> None:

@@ -74,7 +74,6 @@ def _compared(target, requests, pipe, report) -> None:
                 report(["reference lost", request["id"], expected_check])
                 os._exit(0)
             report(["running", request["id"], check])
-            targets.reset_op_counts(target)
             _, got = next(produced)
             report(["result", request["id"], check, _verdict(target, request, check, reference, got)])
             _stop_if_sick(got)
@@ -90,7 +89,7 @@ def _verdict(target, request, check, reference, got) -> dict:
     from .databases import ERROR_CHECKS, UNORDERED_CHECKS
     from .exclusions import CLOSE_ON_HOST, UNINITIALISED
 
-    own, fallback = targets.op_counts(target)
+    own, fallback = targets.take_counts()
     name = request["name"].split(".")[0] if request["name"].split(".")[0] in UNINITIALISED else request["name"]
     if isinstance(reference, str):
         verdict = Verdict(message=reference, without_reference=1)

@@ -1,0 +1,35 @@
+# Puts what was built into python/torch_quartz (cmake -P, see Package.cmake): LIBRARIES, separated by "|", the files in
+# GENERATED, and a link to the headers. A file that differs is replaced by renaming: a process that has it open keeps it.
+set(_package "${SOURCE}/python/torch_quartz")
+
+function(put from to)
+  if(EXISTS "${to}")
+    file(SHA256 "${from}" _new)
+    file(SHA256 "${to}" _old)
+    if(_new STREQUAL _old)
+      return()
+    endif()
+  endif()
+  get_filename_component(_folder "${to}" DIRECTORY)
+  file(MAKE_DIRECTORY "${_folder}")
+  file(COPY_FILE "${from}" "${to}.new")
+  file(RENAME "${to}.new" "${to}")
+endfunction()
+
+string(REPLACE "|" ";" LIBRARIES "${LIBRARIES}")
+foreach(_library IN LISTS LIBRARIES)
+  get_filename_component(_name "${_library}" NAME)
+  if(_name MATCHES "^lib")
+    put("${_library}" "${_package}/lib/${_name}")
+  else()
+    put("${_library}" "${_package}/${_name}")
+  endif()
+endforeach()
+
+file(GLOB _files RELATIVE "${GENERATED}" "${GENERATED}/_build_config.py" "${GENERATED}/share/cmake/quartz/*.cmake")
+foreach(_file IN LISTS _files)
+  put("${GENERATED}/${_file}" "${_package}/${_file}")
+endforeach()
+
+file(MAKE_DIRECTORY "${_package}/include")
+file(CREATE_LINK "${SOURCE}/csrc" "${_package}/include/quartz" SYMBOLIC)
