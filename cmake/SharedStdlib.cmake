@@ -9,5 +9,5 @@ add_library(quartz_stdlib INTERFACE)
 if(NOT _needed MATCHES "libstdc\\+\\+|libc\\+\\+")
   message(STATUS "This compiler links libstdc++ statically: linking the shared one by name")
   target_link_options(quartz_stdlib INTERFACE -nostdlib++)
-  target_link_libraries(quartz_stdlib INTERFACE -l:libstdc++.so.6)
+  target_link_libraries(quartz_stdlib INTERFACE -l:libstdc++.so.6 m)  # -nostdlib++ drops libm as well
 endif()

@@ -71,6 +71,7 @@ py::dict build_info() {
 void drain_autograd() {
   const py::gil_scoped_release released;
   for (c10::DeviceIndex index = 0; index < quartz::device_count(); ++index) {
+    if (!quartz::substrate().has_context(index)) continue;  // never used: no task, and a backward would create one
     std::thread([index] {
       try {
         const auto options = at::TensorOptions().device(c10::Device(quartz::kQuartz, index));
@@ -120,6 +121,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("initialize", [] { quartz::substrate().initialize(); });
   m.def("is_initialized", [] { return quartz::substrate().initialized(); });
+  m.def("in_bad_fork", [] { return quartz::substrate().in_bad_fork(); });
   m.def("host_memory", [] { return quartz::host_substrate().memory_info(0); });
 
   m.def("native_alias", &native_alias);

@@ -19,19 +19,28 @@ const AliasKeys& alias_keys() {
   return keys;
 }
 
-// Gives a tensor implementation another device. The two members are protected, and reached through a derived class; this
-// is for tensors that no one else has seen yet.
-struct Relabel : c10::TensorImpl {
-  static void apply(c10::TensorImpl& impl, c10::Storage storage, c10::Device device) {
-    static const c10::DispatchKeySet plain(c10::DispatchKey::PrivateUse1);
-    static const c10::DispatchKeySet full({c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1,
-                                           c10::DispatchKey::ADInplaceOrView});
-    auto& keys = impl.*(&Relabel::key_set_);
+// What TensorImpl keeps protected, reached through a derived class. Both functions are for implementations that no one
+// else has seen yet.
+struct ImplAccess : c10::TensorImpl {
+  // Sizes, strides, offset, wrapped-number bit and the flags derived from them (contiguous, channels last, dense ...),
+  // which set_sizes_and_strides would compute again: that is half the cost of an alias.
+  static void copy_shape(const c10::TensorImpl& from, c10::TensorImpl& to) {
+    const auto device = to.*(&ImplAccess::device_opt_);
+    copy_generic_tensor_metadata(&from, &to);
+    to.*(&ImplAccess::device_opt_) = device;
+  }
+
+  static void relabel(c10::TensorImpl& impl, c10::Storage storage, c10::Device device) {
+    // As the constructor of TensorImpl completes them.
+    static const c10::DispatchKeySet plain({c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutocastPrivateUse1});
+    static const auto full = plain | c10::DispatchKeySet({c10::DispatchKey::AutogradPrivateUse1,
+                                                          c10::DispatchKey::ADInplaceOrView});
+    auto& keys = impl.*(&ImplAccess::key_set_);
     const bool inference = !keys.has(c10::DispatchKey::ADInplaceOrView);
     const auto bits = keys & c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
     impl.set_storage_keep_dtype(std::move(storage));
     keys = (inference ? plain : full) | bits;
-    impl.*(&Relabel::device_opt_) = device;
+    impl.*(&ImplAccess::device_opt_) = device;
   }
 };
 
@@ -54,10 +63,9 @@ bool has_special_layout(c10::DispatchKeySet keys) {
 }
 
 void copy_metadata(c10::TensorImpl& destination, const at::Tensor& source) {
-  destination.set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
+  ImplAccess::copy_shape(*source.unsafeGetTensorImpl(), destination);
   if (C10_UNLIKELY(source.is_conj())) destination._set_conj(true);
   if (C10_UNLIKELY(source.is_neg())) destination._set_neg(true);
-  if (C10_UNLIKELY(source.unsafeGetTensorImpl()->is_wrapped_number())) destination.set_wrapped_number(true);
 }
 
 at::Tensor native_alias(const at::Tensor& tensor, AliasKind kind) {
@@ -109,6 +117,14 @@ at::Tensor AliasScope::to_native(const at::Tensor& tensor, Operand operand) {
   return pairs_.back().native;
 }
 
+c10::Storage AliasScope::to_native(const c10::Storage& storage) {
+  if (storage.device_type() != kQuartz) return storage;
+  take_device(storage.device());
+  c10::Storage native(native_storage(*storage.unsafeGetStorageImpl()));
+  storages_.push_back({storage, native.unsafeGetStorageImpl()});
+  return native;
+}
+
 void AliasScope::throw_mixed_devices(const std::string& op, const std::string& argument) const {
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_,
               " and cpu! (operator ", op, argument.empty() ? "" : ", argument '" + argument + "'",
@@ -125,20 +141,24 @@ bool AliasScope::is_alias_of_argument(const at::Tensor& native) const {
 
 c10::Storage AliasScope::storage_for(const c10::Storage& native) {
   auto* impl = native.unsafeGetStorageImpl();
-  // The output's alone: neither an argument's twin nor adopted before, since both would hold a reference.
-  if (C10_LIKELY(native.use_count() == 1)) return adopt_storage(StoragePtr::reclaim_copy(impl), device_.index());
   for (const auto& pair : pairs_) {
-    if (!same_storage(pair.native, impl)) continue;
+    if (!pair.quartz->has_storage()) continue;
     const auto& storage = pair.quartz->storage();
-    // Same twin, or borrowed memory of another origin (from_blob). A kernel may also have put a foreign storage into the
-    // alias (set_): then neither holds.
-    if (twin_of(*storage.unsafeGetStorageImpl()) == impl || storage.data() == impl->data()) return storage;
+    // Its twin, or borrowed memory of another origin (from_blob) unless a kernel has put a foreign storage into the
+    // alias (set_).
+    if (twin_of(*storage.unsafeGetStorageImpl()) == impl ||
+        (same_storage(pair.native, impl) && storage.data() == impl->data())) {
+      return storage;
+    }
   }
-  for (const auto& storage : adopted_) {
-    if (twin_of(*storage.unsafeGetStorageImpl()) == impl) return storage;
+  for (const auto& known : storages_) {
+    if (twin_of(*known.quartz.unsafeGetStorageImpl()) == impl ||
+        (known.native == impl && known.quartz.data() == impl->data())) {
+      return known.quartz;
+    }
   }
-  adopted_.push_back(adopt_storage(StoragePtr::reclaim_copy(impl), device_.index()));
-  return adopted_.back();
+  storages_.push_back({adopt_storage(StoragePtr::reclaim_copy(impl), device_.index()), impl});
+  return storages_.back().quartz;
 }
 
 at::Tensor AliasScope::to_quartz(const at::Tensor& native) {
@@ -163,7 +183,7 @@ at::Tensor AliasScope::relabel_or_adopt(at::Tensor native) {
   }
   auto* impl = native.unsafeGetTensorImpl();
   auto storage = adopt_storage(StoragePtr::reclaim_copy(native.storage().unsafeGetStorageImpl()), device_.index());
-  Relabel::apply(*impl, std::move(storage), device_);
+  ImplAccess::relabel(*impl, std::move(storage), device_);
   return native;
 }
 

@@ -40,6 +40,7 @@ class QUARTZ_API AliasScope {
 
   // The alias of an argument (other devices' tensors pass through).
   at::Tensor to_native(const at::Tensor& tensor, Operand operand = Operand::kRead);
+  c10::Storage to_native(const c10::Storage& storage);
   // An output: the argument itself if the kernel handed its alias back, else an adopted tensor.
   at::Tensor to_quartz(const at::Tensor& native);
   // The same for the result of a C++ kernel, by value: a fresh tensor that nobody else holds is relabelled, not rebuilt.
@@ -70,13 +71,17 @@ class QUARTZ_API AliasScope {
 
     at::Tensor tensor() const;  // a reference to `quartz`
   };
+  struct KnownStorage {
+    c10::Storage quartz;
+    const c10::StorageImpl* native;  // identity only
+  };
 
   c10::Storage storage_for(const c10::Storage& native);
   at::Tensor adopt_layout(const at::Tensor& native);  // layouts.cpp
   void write_back_layout(const Pair& pair);           // layouts.cpp
 
   c10::SmallVector<Pair, 4> pairs_;
-  c10::SmallVector<c10::Storage, 2> adopted_;
+  c10::SmallVector<KnownStorage, 2> storages_;  // adopted in this call, or arguments themselves
   c10::Device device_{kQuartz, 0};
   bool has_device_ = false;
   const c10::TensorImpl* cpu_operand_ = nullptr;  // identity only

@@ -23,7 +23,8 @@ using Kind = OpFacts::Kind;
 bool takes_cpu_operands(const std::string& name) {
   static const std::unordered_set<std::string> names{
       "aten::_pack_padded_sequence", "aten::_pack_padded_sequence_backward", "aten::_ctc_loss.Tensor",
-      "aten::_amp_update_scale_",    "aten::_nested_tensor_from_tensor_list", "aten::tensor_split.tensor_indices_or_sections"};
+      "aten::_amp_update_scale_",    "aten::_nested_tensor_from_tensor_list", "aten::tensor_split.tensor_indices_or_sections",
+      "aten::_nested_view_from_buffer", "aten::_nested_from_padded"};
   return names.count(name) != 0;
 }
 
@@ -99,10 +100,25 @@ class Call {
     }
   }
 
-  void map_results() {
+  // The written arguments follow what the kernel did to their aliases; also when it has failed, since it may have
+  // resized one before.
+  void write_back_arguments() {
     for (const auto& original : originals_) {
       if (original.written) write_back(original.value);
     }
+  }
+
+  void bump_versions() {
+    const auto bump = [](const at::Tensor& tensor) {
+      if (is_quartz(tensor) && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+      return IValue(tensor);
+    };
+    for (const auto& original : originals_) {
+      if (original.written) map_nested(original.value, bump);
+    }
+  }
+
+  void map_results() {
     const auto first = stack_.size() - facts_.return_count;
     for (std::size_t i = 0; i < facts_.return_count; ++i) {
       auto& value = stack_[first + i];
@@ -175,13 +191,7 @@ class Call {
         value = substrate().native_device(resolve_device(device.index()));
         break;
       }
-      case Kind::kStorage: {
-        const auto storage = value.toStorage();
-        if (storage.device_type() != kQuartz) break;
-        scope_.take_device(storage.device());
-        value = c10::Storage(native_storage(*storage.unsafeGetStorageImpl()));
-        break;
-      }
+      case Kind::kStorage: value = scope_.to_native(value.toStorage()); break;
       case Kind::kStream: {
         const auto stream = value.toStream();
         if (stream.device_type() == kQuartz && substrate().is_cuda()) value = native_stream(stream);
@@ -244,15 +254,24 @@ class Call {
 
 void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   facts.counter.count_fallback();
+  // A kernel above has counted the versions of in-place arguments, as those of PyTorch's operators do; for a custom
+  // operator without one it is done here, because the kernel only sees aliases.
+  const bool counted = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   Call call(facts, *stack);
   call.map_arguments();
   try {
     op.redispatchBoxed(native_dispatch_keys(keys), stack);
   } catch (const c10::Error& error) {
+    call.write_back_arguments();
     translate_out_of_memory(error, call.device());
     throw;
+  } catch (...) {
+    call.write_back_arguments();
+    throw;
   }
+  call.write_back_arguments();
+  if (C10_UNLIKELY(!counted)) call.bump_versions();
   call.map_results();
 }
 

@@ -197,21 +197,27 @@ struct Unboxed<Op, Result(Arguments...)> {
         if (!substrate().is_cuda()) bump_versions(arguments...);
       } else if constexpr (std::is_same_v<Result, at::Tensor&>) {
         std::apply([](auto&... native) { Op::redispatch(keys(), native.get()...); }, natives);
-        at::Tensor* result = nullptr;
-        ((result = written(arguments) != nullptr ? written(arguments) : result), ...);
-        scope.write_back(*result);
-        return *result;
+        return *write_back(scope, arguments...);
       } else {
         return to_quartz(
             std::apply([](auto&... native) { return Op::redispatch(keys(), native.get()...); }, natives), scope);
       }
     } catch (const c10::Error& error) {
+      write_back(scope, arguments...);  // the kernel may have resized it before it failed
       translate_out_of_memory(error, scope.has_device() ? scope.device().index() : current_device());
       throw;
     }
   }
 
  private:
+  template <class... Given>
+  static at::Tensor* write_back(AliasScope& scope, Given&... arguments) {
+    at::Tensor* result = nullptr;
+    ((result = written(arguments) != nullptr ? written(arguments) : result), ...);
+    if (result != nullptr) scope.write_back(*result);
+    return result;
+  }
+
   template <class... Given>
   [[noreturn]] static void throw_mixed_devices(const AliasScope& scope, const Given&... arguments) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);

@@ -151,13 +151,22 @@ c10::DataPtr wrap_twin(StoragePtr twin, c10::DeviceIndex device) {
   return {data, twin.release(), kDeleters[device], c10::Device(kQuartz, device)};
 }
 
-c10::StorageImpl* twin_of(const c10::StorageImpl& storage) {
-  const auto& pointer = storage.data_ptr();
+namespace {
+
+c10::StorageImpl* twin_of(const c10::DataPtr& pointer) {
   const auto device = pointer.device();
-  if (device.type() != kQuartz || pointer.get_deleter() != kDeleters[device.index() < 0 ? 0 : device.index()]) {
+  // Memory of another origin may claim any device index.
+  if (device.type() != kQuartz || device.index() < 0 || device.index() >= kMaxDevices ||
+      pointer.get_deleter() != kDeleters[device.index()]) {
     return nullptr;
   }
   return static_cast<c10::StorageImpl*>(pointer.get_context());
+}
+
+}  // namespace
+
+c10::StorageImpl* twin_of(const c10::StorageImpl& storage) {
+  return twin_of(storage.data_ptr());
 }
 
 StoragePtr native_storage(const c10::StorageImpl& storage) {
@@ -254,9 +263,8 @@ void reset_host_accumulated(c10::DeviceIndex device) {
 }
 
 void record_stream(const c10::DataPtr& pointer, const c10::Stream& stream) {
-  if (pointer.device().type() != kQuartz || pointer.get() == nullptr) return;
-  if (pointer.get_deleter() != kDeleters[pointer.device().index()]) return;  // not the allocator's memory
-  auto* twin = static_cast<c10::StorageImpl*>(pointer.get_context());
+  const auto* twin = twin_of(pointer);  // null: not the allocator's memory
+  if (twin == nullptr || pointer.get() == nullptr) return;
   substrate().record_stream(twin->data_ptr(), native_stream(stream));
 }
 

@@ -31,9 +31,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     inner().uncheckedSetDevice(substrate().guard_device(device.index()));
   }
   c10::DeviceIndex deviceCount() const noexcept override { return inner().deviceCount(); }
-  c10::DeviceCapability getDeviceCapability(c10::Device device) const override {
-    return inner().getDeviceCapability(native(device));
-  }
+  // Every dtype, on both substrates; PyTorch's CUDA guard does not answer.
+  c10::DeviceCapability getDeviceCapability(c10::Device) const override { return {}; }
 
   c10::Stream getStream(c10::Device device) const override { return quartz_stream(inner().getStream(native(device))); }
   c10::Stream getDefaultStream(c10::Device device) const override {

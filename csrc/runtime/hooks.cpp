@@ -14,7 +14,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return device_count() > 0; }
   void init() const override { substrate().initialize(); }
   bool hasPrimaryContext(c10::DeviceIndex device) const override {
-    return device >= 0 && device < device_count() && substrate().initialized();
+    return device >= 0 && device < device_count() && substrate().has_context(device);
   }
 
   c10::DeviceIndex deviceCount() const override { return device_count(); }

@@ -56,7 +56,11 @@ class HostGuard final : public c10::impl::DeviceGuardImplInterface {
     check_device(index);
     return make_stream(index, t_streams[index]);
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return make_stream(resolve(device), 0); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    const auto index = resolve(device);
+    check_device(index);
+    return make_stream(index, 0);
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return new_stream(device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override {

@@ -49,6 +49,10 @@ class Substrate {
   // Makes the native runtime ready (CUDA context); cheap after the first call.
   virtual void initialize() const = 0;
   virtual bool initialized() const = 0;
+  // Whether the device has been used, so that it has a context (host: always). Asking creates none.
+  virtual bool has_context(c10::DeviceIndex device) const = 0;
+  // True in a process that was forked from one in which the native runtime had started; initialize() raises there.
+  virtual bool in_bad_fork() const = 0;
 
   // Allocates on the current device.
   virtual c10::Allocator* native_allocator() const = 0;

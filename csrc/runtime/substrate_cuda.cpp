@@ -9,11 +9,23 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/impl/CUDAGuardImpl.h>
 #include <cuda_runtime_api.h>
+#include <pthread.h>
+
+#include <atomic>
+#include <cstring>
 
 #include "runtime/substrate.h"
 
 namespace quartz {
 namespace {
+
+// A forked child inherits the state of CUDA's driver library, which works in no process but the one that started it,
+// and cuda_unavailable_reason() starts it when the substrate is chosen.
+std::atomic<bool> forked{false};
+
+constexpr const char* kForkMessage =
+    "Cannot re-initialize CUDA in forked subprocess. To use quartz with multiprocessing, you must use the 'spawn' (or "
+    "'forkserver') start method";
 
 class CudaSubstrate final : public Substrate {
  public:
@@ -26,8 +38,15 @@ class CudaSubstrate final : public Substrate {
     static const auto* guard = new c10::cuda::impl::CUDAGuardImpl;
     return *guard;
   }
-  void initialize() const override { at::globalContext().lazyInitDevice(c10::DeviceType::CUDA); }
+  void initialize() const override {
+    TORCH_CHECK(!in_bad_fork(), kForkMessage);
+    at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+  }
   bool initialized() const override { return caching()->initialized(); }
+  bool has_context(c10::DeviceIndex device) const override {
+    return initialized() && !in_bad_fork() && at::detail::getCUDAHooks().hasPrimaryContext(device);
+  }
+  bool in_bad_fork() const override { return forked.load(std::memory_order_relaxed); }
 
   c10::Allocator* native_allocator() const override { return caching(); }
   void copy_bytes(void* destination, const void* source, std::size_t count) const override {
@@ -92,6 +111,8 @@ const Substrate& cuda_substrate() {
 }
 
 std::string cuda_unavailable_reason() {
+  static const int watched = ::pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
+  TORCH_CHECK(watched == 0, "quartz: a handler of forks cannot be registered: ", std::strerror(watched));
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess) {

@@ -23,6 +23,8 @@ class HostSubstrate final : public Substrate {
   const c10::impl::DeviceGuardImplInterface& guard() const override { return host_guard(); }
   void initialize() const override {}
   bool initialized() const override { return true; }
+  bool has_context(c10::DeviceIndex) const override { return true; }
+  bool in_bad_fork() const override { return false; }
 
   c10::Allocator* native_allocator() const override { return c10::GetCPUAllocator(); }
   void copy_bytes(void* destination, const void* source, std::size_t count) const override {

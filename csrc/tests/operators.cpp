@@ -78,6 +78,7 @@ void add_all(Tensor& total, const IValue& value) {
 void sum_nested(const c10::OperatorHandle&, Stack* stack) {
   Tensor total;
   add_all(total, torch::jit::pop(*stack));
+  if (!stack->empty()) add_all(total, torch::jit::pop(*stack));
   torch::jit::push(*stack, std::move(total));
 }
 
@@ -141,6 +142,10 @@ Tensor tail(const Tensor& x) { return native(x).slice(0, 1); }
 std::vector<Tensor> halves(const Tensor& x) { return native(x).chunk(2); }
 Tensor same(const Tensor& x) { return native(x); }
 Tensor second(const Tensor&, const Tensor& y) { return native(y); }
+std::tuple<Tensor, Tensor> one_twice(const Tensor& x) {
+  const auto result = native(x).mul(2);
+  return {result, result};
+}
 Tensor nothing(const Tensor& x) { return native(x), Tensor(); }
 
 // Two results over one new block of memory.
@@ -165,9 +170,9 @@ TORCH_LIBRARY(quartz_test, m) {
   m.def("plus_optional(Tensor x, Tensor? y) -> Tensor");
   m.def("sum_list(Tensor[] xs) -> Tensor");
   m.def("sum_optional_list(Tensor?[] xs) -> Tensor");
-  m.def("sum_lists(Tensor[][] xs) -> Tensor");
-  m.def("sum_dict(Dict(str, Tensor) xs) -> Tensor");
-  m.def("sum_tuple((Tensor, (Tensor, int)) xs) -> Tensor");
+  m.def("sum_lists(Tensor x, Tensor[][] xs) -> Tensor");
+  m.def("sum_dict(Tensor x, Dict(str, Tensor) xs) -> Tensor");
+  m.def("sum_tuple(Tensor x, (Tensor, (Tensor, int)) xs) -> Tensor");
   m.def("sum_any(Any xs) -> Tensor");
   m.def("make_nested(Tensor x) -> (Dict(str, Tensor), ((Tensor, Tensor), int), Tensor[][])");
   m.def("moved(Tensor x, Device? device) -> Tensor");
@@ -184,6 +189,7 @@ TORCH_LIBRARY(quartz_test, m) {
   m.def("same(Tensor x) -> Tensor");
   m.def("second(Tensor x, Tensor y) -> Tensor");
   m.def("nothing(Tensor x) -> Tensor");
+  m.def("one_twice(Tensor x) -> (Tensor, Tensor)");
   m.def("two_views(Tensor x) -> (Tensor, Tensor)");
   m.def("set_to_(Tensor(a!) x, Tensor y) -> Tensor(a!)");
   m.def("set_to_new_(Tensor(a!) x) -> Tensor(a!)");
@@ -214,6 +220,7 @@ void implement(torch::Library& m) {
   m.impl("same", same);
   m.impl("second", second);
   m.impl("nothing", nothing);
+  m.impl("one_twice", one_twice);
   m.impl("two_views", two_views);
   m.impl("set_to_", set_to_);
   m.impl("set_to_new_", set_to_new_);

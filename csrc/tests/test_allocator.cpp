@@ -42,7 +42,7 @@ TEST(Allocator, MemoryBelongsToANativeTwin) {
 TEST(Allocator, AliasSharesTheTwinAndKeepsItsMemory) {
   auto x = on_quartz({1, 2, 3});
   const auto before = bytes();
-  auto alias = native_alias(x);
+  auto alias = native_alias(x, AliasKind::kFull);
   EXPECT_EQ(bytes().current, before.current);  // no copy
   EXPECT_EQ(alias.device(), substrate().native_device(0));
   EXPECT_EQ(alias.const_data_ptr(), x.const_data_ptr());

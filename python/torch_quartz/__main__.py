@@ -73,7 +73,10 @@ def _driver() -> str:
 
     if not torch.cuda.is_available():
         return "none usable by this PyTorch"
-    encoded = torch._C._cuda_getDriverVersion()  # 1000 * major + 10 * minor
+    version = getattr(torch._C, "_cuda_getDriverVersion", None)  # newer than PyTorch 2.11
+    if version is None:
+        return "usable"
+    encoded = version()  # 1000 * major + 10 * minor
     return f"for CUDA {encoded // 1000}.{encoded % 1000 // 10}"
 
 

@@ -1,7 +1,6 @@
 """Register the device with PyTorch, once per process, in the order PyTorch needs."""
 
 import atexit
-import os
 import sys
 
 from torch_quartz import _load
@@ -27,12 +26,13 @@ def register() -> None:
         sys.modules[f"torch.quartz.{name}"] = sys.modules[f"torch_quartz.device.{name}"]
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     patches.install_all()
-    atexit.register(_drain_autograd, _C.drain_autograd, os.getpid())
+    atexit.register(_drain_autograd, _C.drain_autograd, device.is_initialized)
     _registered = True
 
 
-def _drain_autograd(drain, owner: int) -> None:
-    # A device thread of the autograd engine may still hold the last graph of a finished backward(); releasing it
-    # needs the interpreter, so wait for it here. A forked child has no such threads.
-    if os.getpid() == owner:
+def _drain_autograd(drain, is_initialized) -> None:
+    # A device thread of the autograd engine may still hold the last graph of a finished backward(); releasing it needs
+    # the interpreter, so wait for it here. A GPU that was never used, or belongs to the process this one was forked
+    # from, has no such thread.
+    if is_initialized():
         drain()

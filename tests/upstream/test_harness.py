@@ -86,6 +86,14 @@ def test_slices_cover_everything_once_and_merge(tmp_path):
     ]
     assert report.tally(results)["entries"]["op_db"] == {"all pass": 2, "of": 2}
     assert meta["substrate"].startswith("host")
+    _, again = report.merge([pathlib.Path(folder) for folder in (*folders, folders[0])])
+    assert len(again) == len(results)
+    page = tmp_path / "page.md"
+    page.write_text("# Results\n")
+    for _ in range(2):  # a second update replaces the section
+        report.update_document(page, meta, results)
+    text = page.read_text()
+    assert text.startswith("# Results\n") and text.count("<!-- sweep: ") == text.count("| forward | 4 | 0 |") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex32, torch.bool, torch.float8_e5m2])

@@ -1,7 +1,8 @@
 """Initialisation and forks, under the names that PyTorch asks for.
 
-On host there is nothing to initialise, and a forked child goes on using the device. On cuda CUDA's rules hold: a
-process that used the GPU cannot use it in a forked child; start children with ``spawn`` or ``forkserver``.
+On host there is nothing to initialise, and a forked child goes on using the device. On cuda CUDA's rules hold: once
+the driver has started, which importing torch_quartz does to look for a GPU, forked children cannot use the GPU; start
+them with ``spawn`` or ``forkserver``.
 """
 
 import torch
@@ -37,15 +38,15 @@ def _lazy_init() -> None:
         return
     if _is_in_bad_fork():
         raise RuntimeError(
-            "Cannot re-initialize quartz in a forked subprocess: the parent has used the GPU, and a CUDA context does "
-            "not survive a fork. To use quartz with multiprocessing, start processes with 'spawn' or 'forkserver'"
+            "Cannot re-initialize CUDA in forked subprocess: a quartz device on GPU memory does not survive a fork. To "
+            "use quartz with multiprocessing, you must use the 'spawn' (or 'forkserver') start method"
         )
     torch.cuda.init()
 
 
 def _is_in_bad_fork() -> bool:
-    """Return whether this process was forked from one that had used the GPU."""
-    return _C.substrate() == "cuda" and torch.cuda._is_in_bad_fork()
+    """Return whether this process was forked from one that had started CUDA."""
+    return _C.in_bad_fork()
 
 
 def _is_compiled() -> bool:

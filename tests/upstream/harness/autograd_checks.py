@@ -14,9 +14,11 @@ _COTANGENT_SEED = 77
 
 
 def _random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Numbers drawn on the CPU, so that they are the same for every device."""
-    if tensor.is_nested or tensor.layout != torch.strided:
+    """Numbers drawn on the CPU, so that they are the same for every device; for other layouts, something simple."""
+    if tensor.is_nested:
         return torch.ones_like(tensor)
+    if tensor.layout != torch.strided:
+        return tensor.detach().clone()
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return torch.randn(tensor.shape, dtype=wide, generator=generator).to(tensor.dtype).to(tensor.device)
 

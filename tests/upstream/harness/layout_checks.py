@@ -18,9 +18,9 @@ _SAMPLES_PER_LAYOUT = 3
 def _sparse_samples(run: OpRun, layout: torch.layout) -> list[tuple[str, object]]:
     if not run.op.supports_sparse_layout(layout):
         return []
-    generated = run.op.sample_inputs_sparse(layout, run.target.native, run.dtype, requires_grad=run.differentiable)
     name = str(layout).removeprefix("torch.")
     try:
+        generated = run.op.sample_inputs_sparse(layout, run.target.native, run.dtype, requires_grad=run.differentiable)
         return [(f"{name} sample {number}", sample) for number, sample in pick(generated, _SAMPLES_PER_LAYOUT)]
     except unittest.SkipTest:  # no samples for this layout and dtype
         return []

@@ -112,7 +112,10 @@ def write(folder: pathlib.Path, meta: dict, results: list[dict]) -> None:
 
 
 def merge(folders: list[pathlib.Path]) -> tuple[dict, list[dict]]:
-    """Join the results of several slices; they must come from one torch version and substrate."""
+    """Join the results of several slices; they must come from one torch version and substrate.
+
+    Where two of them have the same variant, the later one counts, so that failures can be run again alone.
+    """
     documents = [json.loads((folder / "conformance.json").read_text()) for folder in folders]
     meta = dict(documents[0]["meta"])
     for document in documents[1:]:
@@ -121,7 +124,12 @@ def merge(folders: list[pathlib.Path]) -> tuple[dict, list[dict]]:
                 raise ValueError(f"slices differ in {field}: {meta[field]} and {document['meta'][field]}")
         meta["seconds"] += document["meta"]["seconds"]
         meta["command"] += "; " + document["meta"]["command"]
-    return meta, [result for document in documents for result in document["results"]]
+    latest = {
+        tuple(result[field] for field in ("database", "name", "dtype", "check")): result
+        for document in documents
+        for result in document["results"]
+    }
+    return meta, list(latest.values())
 
 
 def update_document(document: pathlib.Path, meta: dict, results: list[dict]) -> None:
