@@ -13,10 +13,8 @@ for example in *; do
   if [ -f "$example/CMakeLists.txt" ]; then
     cmake -S "$example" -B "$example/build" -DCMAKE_BUILD_TYPE=Release -DCMAKE_PREFIX_PATH="$prefix"
     cmake --build "$example/build" --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
-    find "$example/build" -maxdepth 1 -type f -executable -print0 | sort -z | xargs -0 -n1 -t env
+    find "$example/build" -maxdepth 1 -type f -executable ! -name '*.so' -print0 | sort -z | xargs -0 -r -n1 -t env
   elif [[ $example == *.py ]]; then
     "$python" "$example"
-  elif [ -f "$example/main.py" ]; then
-    "$python" "$example/main.py"
   fi
 done

@@ -191,6 +191,17 @@ at::Tensor AliasScope::Pair::tensor() const {
   return at::Tensor(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(quartz));
 }
 
+void AliasScope::follow_resized() {
+  for (const auto& pair : pairs_) {
+    if (!pair.quartz->has_storage()) continue;
+    auto* storage = pair.quartz->storage().unsafeGetStorageImpl();
+    auto* twin = twin_of(*storage);
+    if (twin != nullptr && (storage->data() != twin->data() || storage->nbytes() != twin->nbytes())) {
+      follow_twin(*storage, StoragePtr::reclaim_copy(twin));
+    }
+  }
+}
+
 void AliasScope::write_back(const at::Tensor& tensor) {
   const Pair* found = nullptr;
   for (const auto& pair : pairs_) {

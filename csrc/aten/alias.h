@@ -40,6 +40,7 @@ class QUARTZ_API AliasScope {
 
   // The alias of an argument (other devices' tensors pass through).
   at::Tensor to_native(const at::Tensor& tensor, Operand operand = Operand::kRead);
+  at::Tensor to_native(at::Tensor&& temporary, Operand operand = Operand::kRead) = delete;  // would not outlive the scope
   c10::Storage to_native(const c10::Storage& storage);
   // An output: the argument itself if the kernel handed its alias back, else an adopted tensor.
   at::Tensor to_quartz(const at::Tensor& native);
@@ -47,6 +48,8 @@ class QUARTZ_API AliasScope {
   at::Tensor relabel_or_adopt(at::Tensor native);
   // After the kernel wrote to the alias of `tensor`: sizes, strides, storage and bits follow it.
   void write_back(const at::Tensor& tensor);
+  // After the kernel has failed: storages that it resized before follow their twins, all else stays as it was.
+  void follow_resized();
 
   // True once an argument has named the device.
   bool has_device() const { return has_device_; }

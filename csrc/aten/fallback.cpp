@@ -100,13 +100,7 @@ class Call {
     }
   }
 
-  // The written arguments follow what the kernel did to their aliases; also when it has failed, since it may have
-  // resized one before.
-  void write_back_arguments() {
-    for (const auto& original : originals_) {
-      if (original.written) write_back(original.value);
-    }
-  }
+  void follow_resized() { scope_.follow_resized(); }
 
   void bump_versions() {
     const auto bump = [](const at::Tensor& tensor) {
@@ -119,6 +113,9 @@ class Call {
   }
 
   void map_results() {
+    for (const auto& original : originals_) {
+      if (original.written) write_back(original.value);
+    }
     const auto first = stack_.size() - facts_.return_count;
     for (std::size_t i = 0; i < facts_.return_count; ++i) {
       auto& value = stack_[first + i];
@@ -263,14 +260,13 @@ void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySe
   try {
     op.redispatchBoxed(native_dispatch_keys(keys), stack);
   } catch (const c10::Error& error) {
-    call.write_back_arguments();
+    call.follow_resized();
     translate_out_of_memory(error, call.device());
     throw;
   } catch (...) {
-    call.write_back_arguments();
+    call.follow_resized();
     throw;
   }
-  call.write_back_arguments();
   if (C10_UNLIKELY(!counted)) call.bump_versions();
   call.map_results();
 }

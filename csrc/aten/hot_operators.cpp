@@ -6,6 +6,8 @@
 #include <ATen/ops/_foreach_add_ops.h>
 #include <ATen/ops/_foreach_mul_ops.h>
 #include <ATen/ops/_local_scalar_dense_ops.h>
+#include <ATen/ops/_scaled_dot_product_efficient_attention_ops.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_ops.h>
 #include <ATen/ops/_softmax_ops.h>
 #include <ATen/ops/add_ops.h>
 #include <ATen/ops/addcmul_ops.h>
@@ -35,7 +37,9 @@
 #include <ATen/ops/index_ops.h>
 #include <ATen/ops/index_select_ops.h>
 #include <ATen/ops/isin_ops.h>
+#include <ATen/ops/isneginf_ops.h>
 #include <ATen/ops/le_ops.h>
+#include <ATen/ops/logical_not_ops.h>
 #include <ATen/ops/lt_ops.h>
 #include <ATen/ops/masked_fill_ops.h>
 #include <ATen/ops/max_ops.h>
@@ -203,7 +207,7 @@ struct Unboxed<Op, Result(Arguments...)> {
             std::apply([](auto&... native) { return Op::redispatch(keys(), native.get()...); }, natives), scope);
       }
     } catch (const c10::Error& error) {
-      write_back(scope, arguments...);  // the kernel may have resized it before it failed
+      scope.follow_resized();
       translate_out_of_memory(error, scope.has_device() ? scope.device().index() : current_device());
       throw;
     }
@@ -263,12 +267,15 @@ void register_hot_operators(torch::Library& library) {
   // Comparisons and logic.
   add_all<ops::eq_Tensor, ops::eq_Scalar, ops::ne_Scalar, ops::lt_Tensor, ops::lt_Scalar, ops::le_Tensor,
           ops::gt_Tensor, ops::gt_Scalar, ops::ge_Tensor, ops::ge_Scalar, ops::bitwise_and_Tensor,
-          ops::bitwise_or_Tensor, ops::bitwise_not, ops::isin_Tensor_Tensor>(library);
+          ops::bitwise_or_Tensor, ops::bitwise_not, ops::logical_not, ops::isneginf, ops::isin_Tensor_Tensor>(library);
   // Products.
   add_all<ops::mm, ops::addmm, ops::bmm, ops::baddbmm>(library);
   // Reductions.
-  add_all<ops::mean_dim, ops::sum_dim_IntList, ops::max, ops::argmax, ops::any, ops::all, ops::cumsum,
+  add_all<ops::mean_dim, ops::sum_dim_IntList, ops::max, ops::argmax, ops::any, ops::any_dim, ops::all, ops::all_dim,
+          ops::cumsum,
           ops::_softmax, ops::native_layer_norm>(library);
+  // Attention.
+  add_all<ops::_scaled_dot_product_flash_attention_for_cpu, ops::_scaled_dot_product_efficient_attention>(library);
   // Moving data.
   add_all<ops::cat, ops::embedding, ops::index_Tensor, ops::index_select, ops::gather, ops::arange_start_out,
           ops::_local_scalar_dense>(library);

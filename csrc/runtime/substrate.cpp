@@ -1,5 +1,8 @@
 #include "runtime/substrate.h"
 
+#if QUARTZ_WITH_CUDA
+#include "runtime/process_cuda.h"
+#endif
 #include "runtime/environment.h"
 
 namespace quartz {

@@ -94,8 +94,6 @@ QUARTZ_API const std::string& substrate_reason();
 QUARTZ_API const Substrate& host_substrate();
 #if QUARTZ_WITH_CUDA
 const Substrate& cuda_substrate();
-// Null when a CUDA device can be used, else the sentence that says why not.
-std::string cuda_unavailable_reason();
 #endif
 
 }  // namespace quartz

@@ -9,19 +9,12 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/impl/CUDAGuardImpl.h>
 #include <cuda_runtime_api.h>
-#include <pthread.h>
 
-#include <atomic>
-#include <cstring>
-
+#include "runtime/process_cuda.h"
 #include "runtime/substrate.h"
 
 namespace quartz {
 namespace {
-
-// A forked child inherits the state of CUDA's driver library, which works in no process but the one that started it,
-// and cuda_unavailable_reason() starts it when the substrate is chosen.
-std::atomic<bool> forked{false};
 
 constexpr const char* kForkMessage =
     "Cannot re-initialize CUDA in forked subprocess. To use quartz with multiprocessing, you must use the 'spawn' (or "
@@ -46,7 +39,7 @@ class CudaSubstrate final : public Substrate {
   bool has_context(c10::DeviceIndex device) const override {
     return initialized() && !in_bad_fork() && at::detail::getCUDAHooks().hasPrimaryContext(device);
   }
-  bool in_bad_fork() const override { return forked.load(std::memory_order_relaxed); }
+  bool in_bad_fork() const override { return cuda_in_bad_fork(); }
 
   c10::Allocator* native_allocator() const override { return caching(); }
   void copy_bytes(void* destination, const void* source, std::size_t count) const override {
@@ -108,19 +101,6 @@ class CudaSubstrate final : public Substrate {
 const Substrate& cuda_substrate() {
   static const auto* cuda = new CudaSubstrate;
   return *cuda;
-}
-
-std::string cuda_unavailable_reason() {
-  static const int watched = ::pthread_atfork(nullptr, nullptr, [] { forked.store(true, std::memory_order_relaxed); });
-  TORCH_CHECK(watched == 0, "quartz: a handler of forks cannot be registered: ", std::strerror(watched));
-  int count = 0;
-  const cudaError_t error = cudaGetDeviceCount(&count);
-  if (error != cudaSuccess) {
-    (void)cudaGetLastError();  // clear it: it is not the program's error
-    return std::string("the CUDA half found no usable NVIDIA driver or device (") + cudaGetErrorString(error) + ")";
-  }
-  if (count == 0) return "the CUDA half found no CUDA device";
-  return "";
 }
 
 }  // namespace quartz

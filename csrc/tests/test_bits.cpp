@@ -153,7 +153,8 @@ TEST(Alias, ScopeKeepsIdentityAndDevice) {
   EXPECT_TRUE(scope.is_alias_of_argument(alias.narrow(0, 1, 1)));
   EXPECT_FALSE(scope.is_alias_of_argument(alias.clone()));
   EXPECT_FALSE(scope.is_alias_of_argument(at::Tensor()));
-  EXPECT_FALSE(scope.to_native(at::Tensor()).defined());
+  const at::Tensor undefined;
+  EXPECT_FALSE(scope.to_native(undefined).defined());
   EXPECT_FALSE(scope.to_quartz(at::Tensor()).defined());
   EXPECT_EQ(scope.misplaced_operand(), nullptr);
   const auto cpu = on_cpu({1, 2});

@@ -49,10 +49,7 @@ TEST_F(FallbackMemory, InPlaceOnAListAndOnTheSameTensorTwice) {
   call("add_one_to_all_", c10::List<at::Tensor>({x, y, x}));
   EXPECT_EQ(values_of(x), (Numbers{3, 4, 5}));
   EXPECT_EQ(values_of(y), (Numbers{11, 21, 31, 41}));
-  call("add_one_to_all_", c10::List<at::Tensor>());
 }
-
-TEST_F(FallbackMemory, InPlaceOnAnUndefinedTensor) { EXPECT_FALSE(call_one("add_one_", at::Tensor()).defined()); }
 
 TEST_F(FallbackMemory, OutIsResizedAndReturned) {
   auto out = at::empty({0}, quartz_options());
@@ -117,6 +114,14 @@ TEST_F(FallbackMemory, ResultsThatShareMemoryShareAStorage) {
   EXPECT_EQ(values_of(second)[1], 2);
 }
 
+TEST_F(FallbackMemory, AResultReturnedTwiceHasOneStorage) {
+  const auto results = call("one_twice", x);
+  const auto first = results[0].toTensor(), second = results[1].toTensor();
+  EXPECT_TRUE(share_storage(first, second));
+  first.resize_({1000}).fill_(3);
+  EXPECT_EQ(values_of(second), (Numbers{3, 3, 3}));
+}
+
 TEST_F(FallbackMemory, SetToAnotherArgumentsMemory) {
   EXPECT_TRUE(call_one("set_to_", x, y).is_same(x));
   EXPECT_TRUE(share_storage(x, y));
@@ -139,14 +144,15 @@ TEST_F(FallbackMemory, SetToNewMemory) {
 
 TEST_F(FallbackMemory, TwoArgumentsExchangeTheirMemory) {
   const auto x_view = x.slice(0, 0, 1), y_view = y.slice(0, 0, 1);
-  const auto before = live_bytes();
   const auto results = call("exchange_", x, y);
   EXPECT_TRUE(results[0].toTensor().is_same(x));
   EXPECT_TRUE(results[1].toTensor().is_same(y));
   EXPECT_EQ(values_of(x), (Numbers{10, 20, 30, 40}));
   EXPECT_EQ(values_of(y), (Numbers{1, 2, 3}));
-  EXPECT_TRUE(share_storage(x, y_view) && share_storage(y, x_view));
-  EXPECT_EQ(live_bytes(), before);
+  x.fill_(7);
+  y.fill_(8);
+  EXPECT_EQ(values_of(x_view), Numbers{8});
+  EXPECT_EQ(values_of(y_view), Numbers{7});
 }
 
 TEST_F(FallbackMemory, AFailureAfterAResizeLeavesAUsableTensor) {
@@ -154,9 +160,10 @@ TEST_F(FallbackMemory, AFailureAfterAResizeLeavesAUsableTensor) {
   const auto before = live_bytes();
   QUARTZ_EXPECT_ERROR(c10::IndexError, "failed after the resize", call("resize_and_fail_", x, 100000));
   expect_in_step(x);
+  EXPECT_EQ(x.sizes(), (at::IntArrayRef{3}));  // only the room behind it has grown
   EXPECT_EQ(live_bytes() - before, static_cast<int64_t>(x.storage().nbytes()) - 12);
   EXPECT_EQ(values_of(view), (Numbers{1, 2}));
-  EXPECT_EQ(values_of(x.slice(0, 0, 3)), (Numbers{1, 2, 3}));
+  EXPECT_EQ(values_of(x), (Numbers{1, 2, 3}));
   EXPECT_TRUE(still_works());
   x = at::Tensor();
   EXPECT_EQ(values_of(view), (Numbers{1, 2}));
@@ -188,8 +195,6 @@ TEST_F(FallbackMemory, ConjugateBitFollowsTheKernel) {
   auto z = x.to(at::kComplexFloat);
   call("conjugate_", z);
   EXPECT_TRUE(z.is_conj());
-  call("conjugate_", z);
-  EXPECT_FALSE(z.is_conj());
 }
 
 }  // namespace

@@ -88,13 +88,18 @@ at::Tensor& kept_to_the_end() {
   return tensor;
 }
 
+at::Tensor& kept_by_thread() {
+  thread_local at::Tensor tensor;
+  return tensor;
+}
+
 // Static destructors and threads that have not ended free quartz memory after main.
 void child_exit() {
   kept_to_the_end() = on_quartz({1, 2, 3}).view({3, 1}).requires_grad_();
   kept_to_the_end().mul(2).sum().backward();
   static auto generator = new_generator(0);
-  thread_local at::Tensor of_thread = on_quartz({4});
-  std::thread([] { of_thread = on_quartz({5}); }).join();
+  kept_by_thread() = on_quartz({4});
+  std::thread([] { kept_by_thread() = on_quartz({5}); }).join();
   std::cout << "leaving main with " << values_of(kept_to_the_end().grad())[2] << "\n";
 }
 

@@ -37,6 +37,14 @@ std::unique_ptr<torch::Library> define(const char* schema, const char* name, Fun
 at::Tensor negated(const at::Tensor& x) { return x.neg(); }
 at::Tensor& increased_(at::Tensor& x, int64_t, int64_t amount) { return x.add_(amount); }
 
+// (..., x) -> x plus the number of arguments.
+void add_count_to_last(const c10::OperatorHandle& op, Stack* stack) {
+  const auto count = op.schema().arguments().size();
+  const at::Tensor last = torch::jit::pop(*stack).toTensor();
+  torch::jit::drop(*stack, count - 1);
+  torch::jit::push(*stack, last.add(static_cast<int64_t>(count)));
+}
+
 TEST(Registration, OperatorsRegisteredLaterWork) {
   const auto x = on_quartz({1, 2});
   const auto library = define("later(Tensor x) -> Tensor", "later", negated);
@@ -61,13 +69,7 @@ TEST(Registration, AKernelRemainsWhileItsDefinitionChanges) {
   // The definition goes, the implementation keeps the dispatcher's entry alive: the place in memory stays the same.
   auto x = on_quartz({1, 2});
   torch::Library boxed(torch::Library::IMPL, "quartz_test", substrate().keys().dense, __FILE__, __LINE__);
-  const auto change_last = [](const c10::OperatorHandle& op, Stack* stack) {
-    const auto count = op.schema().arguments().size();
-    const at::Tensor last = torch::jit::pop(*stack).toTensor();
-    torch::jit::drop(*stack, count - 1);
-    torch::jit::push(*stack, last.add(static_cast<int64_t>(count)));
-  };
-  boxed.impl("kept", torch::CppFunction::makeFromBoxedFunction<+change_last>());
+  boxed.impl("kept", torch::CppFunction::makeFromBoxedFunction<&add_count_to_last>());
   const auto definition = [](const char* schema) {
     auto library =
         std::make_unique<torch::Library>(torch::Library::FRAGMENT, "quartz_test", std::nullopt, __FILE__, __LINE__);

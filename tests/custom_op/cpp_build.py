@@ -17,6 +17,7 @@ def compile_library(source: Path, target: Path, *options: str) -> Path:
     folder = cpp_extension.library_paths()[0]
     command = [compiler, "-shared", "-fPIC", "-std=c++20", "-O1", "-w", *includes, str(source), *options]
     command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu", "-ltorch", "-o", str(target)]
+    command += ["-l:libstdc++.so.6"]  # libtorch's own, also for a compiler set up to link a static one: two crash
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target

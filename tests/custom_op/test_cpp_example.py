@@ -63,3 +63,44 @@ def test_an_operator_built_with_cmake(build, run_python):
         """,
         arguments=[library],
     )
+
+
+PROJECT = """
+cmake_minimum_required(VERSION 3.22...3.31)
+project(user LANGUAGES CXX)
+{torch}
+find_package(quartz REQUIRED)
+get_target_property(libraries quartz::quartz INTERFACE_LINK_LIBRARIES)
+message(STATUS "links: ${{libraries}}")
+"""
+
+
+def configure(folder, torch_package, prefixes):
+    (folder / "CMakeLists.txt").write_text(PROJECT.format(torch=torch_package))
+    cmake = shutil.which("cmake", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    command = [cmake, "-S", folder, "-B", folder / "build", f"-DCMAKE_PREFIX_PATH={';'.join(map(str, prefixes))}"]
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.host
+def test_after_find_package_of_torch(tmp_path):
+    # A CUDA build of torch asks for the whole CUDA toolkit here, which is why the package does without.
+    if torch.version.cuda is None:
+        done = configure(tmp_path, "find_package(Torch REQUIRED)", [torch.utils.cmake_prefix_path, PACKAGE])
+        assert done.returncode == 0, done.stderr
+        assert "links: torch" in done.stdout
+
+
+def test_another_torch_version_is_refused_at_configure_time(tmp_path):
+    header = tmp_path / "torch" / "include" / "torch" / "headeronly" / "version.h"
+    header.parent.mkdir(parents=True)
+    header.write_text("#define TORCH_VERSION_MAJOR 2\n#define TORCH_VERSION_MINOR 3\n")
+    package = tmp_path / "torch_quartz"
+    shutil.copytree(PACKAGE / "share", package / "share")
+    done = configure(tmp_path, "", [package])
+    assert done.returncode != 0
+    text = " ".join(done.stderr.split())
+    assert "libquartz.so was built against torch" in text and "but torch 2.3 was found" in text
+    header.unlink()
+    done = configure(tmp_path, "", [package])
+    assert done.returncode != 0 and "torch was not found; add the output of" in " ".join(done.stderr.split())

@@ -23,6 +23,7 @@ def example(tmp_path_factory):
     options = [f"-I{PACKAGE / 'include'}", f"-I{PACKAGE / 'include' / 'quartz'}", "-O2"]
     options += [f"-L{PACKAGE / 'lib'}", f"-Wl,-rpath,{PACKAGE / 'lib'}", "-lquartz"]
     library = compile_library(EXAMPLES / "02_custom_op" / "rms_scale.cpp", target, *options)
+    torch.ops.load_library(str(library))  # for each test by itself; main() finds it loaded
     module.cpp_extension = type("Loader", (), {"load": lambda **_: torch.ops.load_library(str(library))})
     return module
 

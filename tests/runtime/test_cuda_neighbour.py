@@ -29,6 +29,7 @@ TRAINING = """
         scaler.step(optimizer)
         scaler.update()
         losses.append(loss.item())
+        del loss  # a graph of the other stream that is still alive makes PyTorch warn
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # a node on another stream, and a loss that ends on the CPU
             model.zero_grad()

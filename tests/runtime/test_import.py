@@ -298,6 +298,7 @@ class TestInfo:
             [sys.executable, "-m", "torch_quartz", "info"], capture_output=True, text=True, env=environment
         )
         rows = dict(line.split(":", 1) for line in done.stdout.splitlines())
+        assert done.returncode == 0, done.stderr
         assert rows["TORCH_QUARTZ_HOST_DEVICES"].strip() == "3"
         assert "quartz:2" in done.stdout
 

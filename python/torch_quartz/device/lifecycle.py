@@ -1,8 +1,8 @@
 """Initialisation and forks, under the names that PyTorch asks for.
 
-On host there is nothing to initialise, and a forked child goes on using the device. On cuda CUDA's rules hold: once
-the driver has started, which importing torch_quartz does to look for a GPU, forked children cannot use the GPU; start
-them with ``spawn`` or ``forkserver``.
+On host there is nothing to initialise, and a forked child goes on using the device. On cuda CUDA's rules hold: a
+process that has used the GPU or asked for it cannot use it in a forked child; start children with ``spawn`` or
+``forkserver``. Importing torch_quartz alone is no use.
 """
 
 import torch

@@ -81,7 +81,7 @@ def _get_max_memory(original: Any, module: ModuleType) -> Any:
         if max_memory is None:
             # On CUDA memory the original is right: torch.cuda counts the same memory and the same indices.
             return _host_memory() if choice.preferred() and _C.substrate() == "host" else original()
-        indices = {key: index for key in max_memory if (index := _index(key)) is not None}
+        indices = {key: index for key in max_memory if (index := quartz_index(key)) is not None}
         if not indices:
             return original(max_memory)
         for key, size in max_memory.items():  # in the caller's dict, as the original does: Transformers relies on it
@@ -105,8 +105,14 @@ def _host_memory() -> dict[int, int]:
     return {index: torch.quartz.mem_get_info(index)[0] // count for index in range(count)}
 
 
-def _index(key: Any) -> int | None:
-    """Return the quartz index that a key of ``max_memory`` means, None if it means something else."""
+def quartz_index(key: Any) -> int | None:
+    """Return the quartz index that a key of ``max_memory`` means, None if it means something else.
+
+    Parameters
+    ----------
+    key : int, str or torch.device
+        A bare index means PyTorch's current accelerator.
+    """
     if isinstance(key, int):
         return key if choice.is_current() and key >= 0 else None
     if isinstance(key, torch.device) or (isinstance(key, str) and key.partition(":")[0] == "quartz"):

@@ -21,6 +21,13 @@ _RAISING = {
     "aten::convolution_overrideable",
     "aten::convolution_backward_overrideable",
 }
+# Results that PyTorch's meta functions promise in the layout of an argument, in the order of the results. The flash
+# kernel behind the quartz kernels has layouts of its own where it pads the head size, which eager programs take as
+# they are, while generated code reads what was promised.
+_LAYOUT_OF = {
+    "aten::_scaled_dot_product_fused_attention_overrideable": ("query",),
+    "aten::_scaled_dot_product_fused_attention_overrideable_backward": ("query", "key", "value"),
+}
 # Operators whose quartz kernel takes dtypes that the CPU's refuses (csrc/aten/histogram.cpp).
 _WIDER_THAN_CPU = {"aten::histc"}
 # Operators of PyTorch and of this project: there a quartz kernel computes what the native kernel computes.
@@ -79,7 +86,7 @@ def _bridge(operator: torch._ops.OpOverload, index: int) -> torch._ops.OpOverloa
         from torch_quartz import _C
 
         adopt = functools.partial(_C.adopt, device_index=-1 if native_device(index).type == "cuda" else index)
-        return _on_quartz(operator, index, adopt, _C.native_alias, args, kwargs)
+        return as_promised(operator, _on_quartz(operator, index, adopt, _C.native_alias, args, kwargs), args, kwargs)
 
     def trace(*args, **kwargs):
         move = functools.partial(_fake_on, torch.device("quartz", index))
@@ -91,6 +98,39 @@ def _bridge(operator: torch._ops.OpOverload, index: int) -> torch._ops.OpOverloa
     torch.library.register_fake(f"quartz_bridge::{name}", trace, lib=_library)
     _bridges[name] = getattr(torch.ops.quartz_bridge, name).default
     return _bridges[name]
+
+
+def as_promised(operator: torch._ops.OpOverload, results, args: tuple, kwargs: dict):
+    """Return the results of an operator in the layouts that its meta function promises; copies those that differ.
+
+    Parameters
+    ----------
+    operator : torch._ops.OpOverload
+        The operator.
+    results : Any
+        What its kernel gave.
+    args, kwargs
+        What it was called with.
+    """
+    names = _LAYOUT_OF.get(operator.name())
+    if names is None:
+        return results
+    given = {**{argument.name: value for argument, value in zip(operator._schema.arguments, args)}, **kwargs}  # noqa: B905
+    promised = [_in_layout_of(given[name], result) for name, result in zip(names, results)]  # noqa: B905
+    return (*promised, *results[len(promised) :])
+
+
+def _in_layout_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    # Strides as of empty_like(like); with another last size, dense in the order of like's dimensions.
+    if tensor.shape == like.shape:
+        strides = torch.empty_like(like, device="meta").stride()
+    else:
+        order = sorted(range(like.dim()), key=like.stride().__getitem__, reverse=True)
+        dense = torch.empty([tensor.shape[i] for i in order], device="meta").stride()
+        strides = tuple(dense[order.index(i)] for i in range(like.dim()))
+    if tensor.stride() == strides:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _on_quartz(operator: torch._ops.OpOverload, index: int, adopt: Callable, alias: Callable, args, kwargs):

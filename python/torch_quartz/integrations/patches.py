@@ -10,6 +10,7 @@ from types import ModuleType
 
 from torch_quartz.integrations import (
     accelerate,
+    cross_entropy,
     cuda_backward,
     data_parallel,
     dlpack,
@@ -73,6 +74,7 @@ PATCHES = (
         ),
     ),
     _patch(data_parallel),
+    _patch(cross_entropy),
     _patch(inductor),
     _patch(flex_attention),
     _patch(safetensors),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from torch_quartz.integrations import choice
-from torch_quartz.integrations.accelerate import load_rng_state, save_rng_state
+from torch_quartz.integrations.accelerate import load_rng_state, quartz_index, save_rng_state
 from torch_quartz.integrations.replacements import Replacements
 
 PATCHES = (
@@ -25,6 +25,11 @@ PATCHES = (
         "name": "transformers.caching_allocator_warmup",
         "target": "transformers.modeling_utils.caching_allocator_warmup",
         "reason": "allocates the whole model at once, without a look at free memory, on devices it does not know",
+    },
+    {
+        "name": "transformers.get_max_memory",
+        "target": "transformers.integrations.accelerate.get_max_memory",
+        "reason": "adds reserved but unused GPU memory beyond a max_memory whose key is no bare index",
     },
     {
         "name": "transformers.load_weights",
@@ -79,6 +84,7 @@ _changes = Replacements()
 def install() -> None:
     """Install the replacements, each when its module is imported."""
     _changes.when_imported("transformers.modeling_utils", _patch_modeling)
+    _changes.when_imported("transformers.integrations.accelerate", _patch_max_memory)
     _changes.when_imported("transformers.core_model_loading", _patch_loading)
     _changes.when_imported("transformers.pipelines.base", _patch_pipelines)
     _changes.when_imported("transformers.training_args", _patch_training_args)
@@ -123,6 +129,23 @@ def _warmup_device(device: Any) -> Any:
     if _on_host() or index >= torch.quartz.device_count():
         return torch.device("cpu")  # skipped by the original: malloc has nothing to warm up, and no device is there
     return torch.device("cuda", index)
+
+
+def _patch_max_memory(module: ModuleType) -> None:
+    def make(original: Any) -> Any:
+        @functools.wraps(original)
+        def get_max_memory(max_memory: dict | None = None) -> dict:
+            result = original(max_memory)  # has turned the sizes of the caller's dict into bytes
+            for key, size in (max_memory or {}).items():
+                index = quartz_index(key)
+                if index in result:
+                    result[index] = min(result[index], size)
+            return result
+
+        return get_max_memory
+
+    if hasattr(module, "get_max_memory"):  # older ones call accelerate's
+        _changes.function(module, "get_max_memory", make)
 
 
 def _patch_loading(module: ModuleType) -> None:

@@ -100,6 +100,15 @@ class Pair:
                     process.kill()
                     process.wait()
 
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped a process with a signal: that is no hang."""
+        with contextlib.suppress(OSError):
+            for process in (self.reference, self.tested):
+                with open(f"/proc/{process.pid}/stat") as file:
+                    if file.read().rpartition(")")[2].split()[0] == "T":
+                        return True
+        return False
+
     def last_words(self, role: str) -> str:
         """What a process wrote to standard error at its end, from Python's own report of a fatal error on."""
         log = self.logs[role].fileno()
@@ -184,6 +193,8 @@ class Shard(threading.Thread):
             try:
                 line = pair.read(self.patience)
             except queue.Empty:
+                if pair.is_stopped():
+                    continue
                 self._blame(request, check, phase, "hang", pair)
                 return False
             if line is None or line[0] == "reference lost":
