@@ -100,8 +100,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return static_cast<int>(quartz::current_device());
   });
   m.def("set_device", [](int64_t index) {
-    TORCH_CHECK(index >= 0 && index <= std::numeric_limits<c10::DeviceIndex>::max(),
-                "quartz: invalid device ordinal ", index);
+    TORCH_CHECK(index >= 0 && index <= std::numeric_limits<c10::DeviceIndex>::max(), "quartz: invalid device ordinal ",
+                index);
     quartz::set_device(static_cast<c10::DeviceIndex>(index));
   });
   m.def("exchange_device", [](int64_t index) {

@@ -33,8 +33,8 @@ struct ImplAccess : c10::TensorImpl {
   static void relabel(c10::TensorImpl& impl, c10::Storage storage, c10::Device device) {
     // As the constructor of TensorImpl completes them.
     static const c10::DispatchKeySet plain({c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutocastPrivateUse1});
-    static const auto full = plain | c10::DispatchKeySet({c10::DispatchKey::AutogradPrivateUse1,
-                                                          c10::DispatchKey::ADInplaceOrView});
+    static const auto full =
+        plain | c10::DispatchKeySet({c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::ADInplaceOrView});
     auto& keys = impl.*(&ImplAccess::key_set_);
     const bool inference = !keys.has(c10::DispatchKey::ADInplaceOrView);
     const auto bits = keys & c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
@@ -55,9 +55,8 @@ const c10::DispatchKeySet kAboveKernels =
 
 bool has_special_layout(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
-  static constexpr c10::DispatchKeySet kSpecial(
-      {DispatchKey::Sparse, DispatchKey::SparseCsr, DispatchKey::NestedTensor, DispatchKey::Quantized,
-       DispatchKey::ZeroTensor});
+  static constexpr c10::DispatchKeySet kSpecial({DispatchKey::Sparse, DispatchKey::SparseCsr, DispatchKey::NestedTensor,
+                                                 DispatchKey::Quantized, DispatchKey::ZeroTensor});
   // has_any() looks at functionality bits only here: kSpecial carries no backend bit.
   return (keys & kSpecial) != c10::DispatchKeySet();
 }
@@ -90,7 +89,7 @@ void AliasScope::take_device(c10::Device device) {
   }
   TORCH_CHECK(!device.has_index() || device.index() == device_.index(),
               "Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ",
-              device, "!");
+              device, "!", op_ == nullptr ? "" : " (operator " + *op_ + ")");
 }
 
 at::Tensor AliasScope::to_native(const at::Tensor& tensor, Operand operand) {
@@ -108,6 +107,7 @@ at::Tensor AliasScope::to_native(const at::Tensor& tensor, Operand operand) {
   const bool requires_grad = c10::GradMode::is_enabled() && tensor.requires_grad();
   const bool full = requires_grad || operand == Operand::kWritten;
   auto native = native_alias(tensor, full ? AliasKind::kFull : AliasKind::kLean);
+  if (C10_UNLIKELY(native.has_storage() && !native.storage().resizable())) share_borrowed(tensor, native);
   // A kernel that counts versions itself (CUDA's foreach operators) counts them for the tensor it stands for.
   if (operand == Operand::kWritten && !tensor.is_inference()) {
     native.unsafeGetTensorImpl()->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
@@ -115,6 +115,17 @@ at::Tensor AliasScope::to_native(const at::Tensor& tensor, Operand operand) {
   if (requires_grad && !native.requires_grad()) native.set_requires_grad(true);
   pairs_.push_back({tensor.unsafeGetTensorImpl(), std::move(native)});
   return pairs_.back().native;
+}
+
+// Memory of another origin (from_blob) has no twin. The aliases of tensors over one storage get one borrowed storage,
+// by which kernels see that their operands overlap.
+void AliasScope::share_borrowed(const at::Tensor& tensor, const at::Tensor& native) const {
+  for (const auto& pair : pairs_) {
+    if (pair.quartz->has_storage() && pair.native.has_storage() &&
+        pair.quartz->storage().unsafeGetStorageImpl() == tensor.storage().unsafeGetStorageImpl()) {
+      native.unsafeGetTensorImpl()->set_storage_keep_dtype(pair.native.storage());
+    }
+  }
 }
 
 c10::Storage AliasScope::to_native(const c10::Storage& storage) {
@@ -177,8 +188,7 @@ at::Tensor AliasScope::to_quartz(const at::Tensor& native) {
 
 at::Tensor AliasScope::relabel_or_adopt(at::Tensor native) {
   if (!native.defined() || native.use_count() != 1 || native.device().type() != substrate().native_type() ||
-      has_special_layout(native.key_set()) || native.layout() != c10::kStrided ||
-      native.storage().use_count() != 1) {
+      has_special_layout(native.key_set()) || native.layout() != c10::kStrided || native.storage().use_count() != 1) {
     return to_quartz(native);
   }
   auto* impl = native.unsafeGetTensorImpl();

@@ -13,9 +13,9 @@ inline bool is_quartz(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->device_type() == kQuartz;  // false for an undefined tensor
 }
 
-// A lean alias has the native backend key only: no version counter, and to PyTorch's eyes an inference tensor. It is what
-// a kernel below autograd needs. A full alias is an ordinary tensor, for Python, Inductor and kernels that ask their
-// inputs for requires_grad.
+// A lean alias has the native backend key only: no version counter, and to PyTorch's eyes an inference tensor. It is
+// what a kernel below autograd needs. A full alias is an ordinary tensor, for Python, Inductor and kernels that ask
+// their inputs for requires_grad.
 enum class AliasKind { kLean, kFull };
 
 // The native alias of a quartz tensor: same storage bytes, dtype, sizes, strides, offset, conj and neg bits; sparse,
@@ -30,21 +30,25 @@ QUARTZ_API extern const c10::DispatchKeySet kAboveKernels;
 // optimisers do), so a written operand gets a full alias; index operands may stay on the CPU for every device.
 enum class Operand { kRead, kWritten, kIndex };
 
-// One operator call: which aliases stand for which tensors, and which storages were adopted, so that outputs which share
-// memory with an argument (views, in-place results) share the argument's storage, and outputs which share memory with one
-// another share one storage. The scope does not own its arguments: the caller keeps them alive.
+// One operator call: which aliases stand for which tensors, and which storages were adopted, so that outputs which
+// share memory with an argument (views, in-place results) share the argument's storage, and outputs which share memory
+// with one another share one storage. The scope does not own its arguments: the caller keeps them alive.
 class QUARTZ_API AliasScope {
  public:
   AliasScope() = default;
   explicit AliasScope(c10::Device device) : device_(device), has_device_(true) {}
+  // `op` is named in errors; it must outlive the scope.
+  explicit AliasScope(const std::string& op) : op_(&op) {}
 
   // The alias of an argument (other devices' tensors pass through).
   at::Tensor to_native(const at::Tensor& tensor, Operand operand = Operand::kRead);
-  at::Tensor to_native(at::Tensor&& temporary, Operand operand = Operand::kRead) = delete;  // would not outlive the scope
+  at::Tensor to_native(at::Tensor&& temporary,
+                       Operand operand = Operand::kRead) = delete;  // would not outlive the scope
   c10::Storage to_native(const c10::Storage& storage);
   // An output: the argument itself if the kernel handed its alias back, else an adopted tensor.
   at::Tensor to_quartz(const at::Tensor& native);
-  // The same for the result of a C++ kernel, by value: a fresh tensor that nobody else holds is relabelled, not rebuilt.
+  // The same for the result of a C++ kernel, by value: a fresh tensor that nobody else holds is relabelled, not
+  // rebuilt.
   at::Tensor relabel_or_adopt(at::Tensor native);
   // After the kernel wrote to the alias of `tensor`: sizes, strides, storage and bits follow it.
   void write_back(const at::Tensor& tensor);
@@ -79,6 +83,7 @@ class QUARTZ_API AliasScope {
     const c10::StorageImpl* native;  // identity only
   };
 
+  void share_borrowed(const at::Tensor& tensor, const at::Tensor& native) const;
   c10::Storage storage_for(const c10::Storage& native);
   at::Tensor adopt_layout(const at::Tensor& native);  // layouts.cpp
   void write_back_layout(const Pair& pair);           // layouts.cpp
@@ -86,6 +91,7 @@ class QUARTZ_API AliasScope {
   c10::SmallVector<Pair, 4> pairs_;
   c10::SmallVector<KnownStorage, 2> storages_;  // adopted in this call, or arguments themselves
   c10::Device device_{kQuartz, 0};
+  const std::string* op_ = nullptr;
   bool has_device_ = false;
   const c10::TensorImpl* cpu_operand_ = nullptr;  // identity only
 };

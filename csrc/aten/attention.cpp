@@ -48,8 +48,8 @@ int64_t fused_sdp_choice(const at::Tensor& query, const at::Tensor& key, const a
   return choice;
 }
 
-using AttentionOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor,
-                                    at::Tensor, at::Tensor>;
+using AttentionOutputs = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt,
+                                    at::Tensor, at::Tensor, at::Tensor>;
 
 // The flash kernel wants head sizes in multiples of 8; zeros behind change neither scores nor values.
 int64_t padding_of(int64_t head_size) { return (8 - head_size % 8) % 8; }
@@ -89,8 +89,9 @@ AttentionOutputs attention(const at::Tensor& query, const at::Tensor& key, const
   if (output.size(-1) != value_size) output = output.narrow(-1, 0, value_size);
   if (!return_debug_mask) debug = at::Tensor();
   const auto [seed, offset] = split_random_state(state, native_query);
-  return {scope.to_quartz(output), scope.to_quartz(logsumexp), scope.to_quartz(cum_q), scope.to_quartz(cum_k), max_q,
-          max_k, scope.to_quartz(seed), scope.to_quartz(offset), scope.to_quartz(debug)};
+  return {
+      scope.to_quartz(output), scope.to_quartz(logsumexp), scope.to_quartz(cum_q), scope.to_quartz(cum_k), max_q, max_k,
+      scope.to_quartz(seed),   scope.to_quartz(offset),    scope.to_quartz(debug)};
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(

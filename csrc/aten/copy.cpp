@@ -35,8 +35,8 @@ at::Tensor lazy_clone(const at::Tensor& self) { return self.clone(); }
 
 void record_tensor_stream(at::Tensor& self, c10::Stream stream) { record_stream(self.storage().data_ptr(), stream); }
 
-// Without a rule of their own, _copy_from of a conjugated view would materialise it with clone, which copies, which calls
-// _copy_from ...: let the bits through, the native copy_ resolves them.
+// Without a rule of their own, _copy_from of a conjugated view would materialise it with clone, which copies, which
+// calls _copy_from ...: let the bits through, the native copy_ resolves them.
 void fall_through(c10::DispatchKey key) {
   auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   library->impl("_copy_from", torch::CppFunction::makeFallthrough());
@@ -53,8 +53,8 @@ void register_copies(torch::Library& library) {
   for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor}) {
     fall_through(key);
   }
-  auto* quantized = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::QuantizedPrivateUse1, __FILE__,
-                                       __LINE__);
+  auto* quantized =
+      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::QuantizedPrivateUse1, __FILE__, __LINE__);
   own_kernel<&copy_from>(*quantized, "_copy_from");
 }
 

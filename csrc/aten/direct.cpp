@@ -45,8 +45,8 @@ bool wants_direct(const c10::OperatorHandle& op, DispatchKey native, DispatchKey
   const bool wanted = structured || (has_native && (has_composite(op) || !dense)) ||
                       (dense && cannot_be_decomposed(op.operator_name().name));
   if (!wanted) return false;
-  // Random operators without a generator argument (rand_like ...) would draw from the CPU's default generator; decomposed
-  // they reach one that takes ours. On cuda both are the same generator.
+  // Random operators without a generator argument (rand_like ...) would draw from the CPU's default generator;
+  // decomposed they reach one that takes ours. On cuda both are the same generator.
   return substrate().is_cuda() || !dense || !op.hasTag(at::Tag::nondeterministic_seeded) ||
          takes_generator(op.schema());
 }

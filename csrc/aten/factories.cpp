@@ -49,8 +49,7 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
                               *layout);
   check_not_pinned("empty", pin_memory);
   const OnDevice on_device(device);
-  return finish(
-      at::detail::empty_generic(size, &allocator(), kDense, c10::dtype_or_default(dtype), memory_format));
+  return finish(at::detail::empty_generic(size, &allocator(), kDense, c10::dtype_or_default(dtype), memory_format));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,

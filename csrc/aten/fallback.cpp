@@ -21,10 +21,14 @@ using Kind = OpFacts::Kind;
 
 // Operators whose schema takes CPU tensors beside device tensors: lengths, sizes, scales.
 bool takes_cpu_operands(const std::string& name) {
-  static const std::unordered_set<std::string> names{
-      "aten::_pack_padded_sequence", "aten::_pack_padded_sequence_backward", "aten::_ctc_loss.Tensor",
-      "aten::_amp_update_scale_",    "aten::_nested_tensor_from_tensor_list", "aten::tensor_split.tensor_indices_or_sections",
-      "aten::_nested_view_from_buffer", "aten::_nested_from_padded"};
+  static const std::unordered_set<std::string> names{"aten::_pack_padded_sequence",
+                                                     "aten::_pack_padded_sequence_backward",
+                                                     "aten::_ctc_loss.Tensor",
+                                                     "aten::_amp_update_scale_",
+                                                     "aten::_nested_tensor_from_tensor_list",
+                                                     "aten::tensor_split.tensor_indices_or_sections",
+                                                     "aten::_nested_view_from_buffer",
+                                                     "aten::_nested_from_padded"};
   return names.count(name) != 0;
 }
 
@@ -39,18 +43,24 @@ bool mentions_tensor(const c10::Type& type) {
 std::optional<Kind> kind_of(c10::TypePtr type) {
   if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
   switch (type->kind()) {
-    case TypeKind::TensorType: return Kind::kTensor;
-    case TypeKind::GeneratorType: return Kind::kGenerator;
-    case TypeKind::DeviceObjType: return Kind::kDevice;
-    case TypeKind::StorageType: return Kind::kStorage;
-    case TypeKind::StreamObjType: return Kind::kStream;
+    case TypeKind::TensorType:
+      return Kind::kTensor;
+    case TypeKind::GeneratorType:
+      return Kind::kGenerator;
+    case TypeKind::DeviceObjType:
+      return Kind::kDevice;
+    case TypeKind::StorageType:
+      return Kind::kStorage;
+    case TypeKind::StreamObjType:
+      return Kind::kStream;
     case TypeKind::ListType: {
       const auto& element = type->castRaw<c10::ListType>()->getElementType();
       if (element->kind() == TypeKind::TensorType) return Kind::kTensorList;
       if (element->kind() == TypeKind::OptionalType && mentions_tensor(*element)) return Kind::kOptionalTensorList;
       break;
     }
-    default: break;
+    default:
+      break;
   }
   // Tensors inside dictionaries, tuples and lists of lists (custom operators), and `Any`.
   if (mentions_tensor(*type) || type->kind() == TypeKind::AnyType) return Kind::kNested;
@@ -85,7 +95,7 @@ IValue map_nested(const IValue& value, const Map& map) {
 class Call {
  public:
   Call(const OpFacts& facts, Stack& stack)
-      : facts_(facts), stack_(stack), base_(stack.size() - facts.argument_count) {}
+      : facts_(facts), stack_(stack), base_(stack.size() - facts.argument_count), scope_(facts.counter.name) {}
 
   void map_arguments() {
     for (const auto& argument : facts_.arguments) {
@@ -188,13 +198,16 @@ class Call {
         value = substrate().native_device(resolve_device(device.index()));
         break;
       }
-      case Kind::kStorage: value = scope_.to_native(value.toStorage()); break;
+      case Kind::kStorage:
+        value = scope_.to_native(value.toStorage());
+        break;
       case Kind::kStream: {
         const auto stream = value.toStream();
         if (stream.device_type() == kQuartz && substrate().is_cuda()) value = native_stream(stream);
         break;
       }
-      case Kind::kGenerator: break;
+      case Kind::kGenerator:
+        break;
     }
   }
 
@@ -251,9 +264,9 @@ class Call {
 
 void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   facts.counter.count_fallback();
-  // A kernel above has counted the versions of in-place arguments, as those of PyTorch's operators do; for a custom
-  // operator without one it is done here, because the kernel only sees aliases.
-  const bool counted = c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+  // A kernel above, or the native one through the shared counter, has counted the versions of the in-place arguments of
+  // PyTorch's operators; for a custom operator without a kernel above it is done here.
+  const bool counted = !facts.custom || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   Call call(facts, *stack);
   call.map_arguments();
@@ -302,7 +315,8 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
     : counter(op_counter(full_name(schema.operator_name()))),
       argument_count(schema.arguments().size()),
       return_count(schema.returns().size()),
-      mixed_devices(takes_cpu_operands(counter.name)) {
+      mixed_devices(takes_cpu_operands(counter.name)),
+      custom(counter.name.rfind("aten::", 0) != 0) {
   for (std::size_t i = 0; i < argument_count; ++i) {
     const auto& argument = schema.arguments()[i];
     argument_names.push_back(argument.name());

@@ -12,7 +12,16 @@ namespace quartz {
 
 // What the fallback needs to know of an operator, read from its schema once.
 struct OpFacts {
-  enum class Kind : uint8_t { kTensor, kTensorList, kOptionalTensorList, kNested, kDevice, kGenerator, kStorage, kStream };
+  enum class Kind : uint8_t {
+    kTensor,
+    kTensorList,
+    kOptionalTensorList,
+    kNested,
+    kDevice,
+    kGenerator,
+    kStorage,
+    kStream
+  };
   struct Argument {
     uint32_t index;
     Kind kind;
@@ -23,10 +32,11 @@ struct OpFacts {
 
   OpCounter& counter;
   std::size_t argument_count, return_count;
-  c10::SmallVector<Argument, 8> arguments;  // those that need mapping; integers, scalars, dtypes ... do not
-  std::vector<std::string> argument_names;  // of all
+  c10::SmallVector<Argument, 8> arguments;     // those that need mapping; integers, scalars, dtypes ... do not
+  std::vector<std::string> argument_names;     // of all
   c10::SmallVector<int, 4> returned_argument;  // per return: the written argument it is, or -1
-  bool mixed_devices = false;               // takes CPU tensors beside quartz ones by design
+  bool mixed_devices = false;                  // takes CPU tensors beside quartz ones by design
+  bool custom = false;                         // not one of PyTorch's own
 };
 
 // Registered as the backend fallback of every PrivateUse1 key.

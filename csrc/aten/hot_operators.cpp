@@ -192,7 +192,7 @@ struct Unboxed<Op, Result(Arguments...)> {
   static Result call(Arguments... arguments) {
     counter->count_fallback();
     const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
-    AliasScope scope;
+    AliasScope scope(counter->name);
     std::tuple<Native<Arguments>...> natives{make_native<Arguments, Result>(arguments, scope)...};
     if (C10_UNLIKELY(scope.misplaced_operand() != nullptr)) throw_mixed_devices(scope, arguments...);
     try {
@@ -203,8 +203,8 @@ struct Unboxed<Op, Result(Arguments...)> {
         std::apply([](auto&... native) { Op::redispatch(keys(), native.get()...); }, natives);
         return *write_back(scope, arguments...);
       } else {
-        return to_quartz(
-            std::apply([](auto&... native) { return Op::redispatch(keys(), native.get()...); }, natives), scope);
+        return to_quartz(std::apply([](auto&... native) { return Op::redispatch(keys(), native.get()...); }, natives),
+                         scope);
       }
     } catch (const c10::Error& error) {
       scope.follow_resized();
@@ -230,8 +230,9 @@ struct Unboxed<Op, Result(Arguments...)> {
     scope.throw_mixed_devices(counter->name, op.schema().arguments()[found].name());
   }
 
-  // An in-place foreach operator of the CPU writes through add_ and its kind, above which we excluded the key that counts
-  // versions; without a count autograd would not see that a saved tensor has changed. The written list comes first.
+  // An in-place foreach operator of the CPU writes through add_ and its kind, above which we excluded the key that
+  // counts versions; without a count autograd would not see that a saved tensor has changed. The written list comes
+  // first.
   template <class... Rest>
   static void bump_versions(at::TensorList written, const Rest&...) {
     for (const auto& tensor : written) {
@@ -272,8 +273,7 @@ void register_hot_operators(torch::Library& library) {
   add_all<ops::mm, ops::addmm, ops::bmm, ops::baddbmm>(library);
   // Reductions.
   add_all<ops::mean_dim, ops::sum_dim_IntList, ops::max, ops::argmax, ops::any, ops::any_dim, ops::all, ops::all_dim,
-          ops::cumsum,
-          ops::_softmax, ops::native_layer_norm>(library);
+          ops::cumsum, ops::_softmax, ops::native_layer_norm>(library);
   // Attention.
   add_all<ops::_scaled_dot_product_flash_attention_for_cpu, ops::_scaled_dot_product_efficient_attention>(library);
   // Moving data.
@@ -281,7 +281,8 @@ void register_hot_operators(torch::Library& library) {
           ops::_local_scalar_dense>(library);
   // Optimisers.
   add_all<ops::_foreach_add_Scalar, ops::_foreach_add_List, ops::_foreach_add__Scalar, ops::_foreach_add__List,
-          ops::_foreach_mul_Scalar, ops::_foreach_mul__Scalar, ops::_foreach_mul_List, ops::_foreach_mul__List>(library);
+          ops::_foreach_mul_Scalar, ops::_foreach_mul__Scalar, ops::_foreach_mul_List, ops::_foreach_mul__List>(
+      library);
 }
 
 }  // namespace quartz

@@ -41,8 +41,8 @@ Tensor make_sparse(DispatchKey key, const Tensor& source, const Tensor& indices,
 
 Tensor make_compressed(DispatchKey key, c10::Device device, const Tensor& source, const Tensor& outer,
                        const Tensor& plain, const Tensor& values) {
-  auto result = at::detail::make_tensor<at::SparseCsrTensorImpl>(DispatchKeySet(key), device, source.layout(),
-                                                                 source.dtype());
+  auto result =
+      at::detail::make_tensor<at::SparseCsrTensorImpl>(DispatchKeySet(key), device, source.layout(), source.dtype());
   compressed(result)->set_member_tensors(outer, plain, values, source.sizes());
   return result;
 }
@@ -50,9 +50,9 @@ Tensor make_compressed(DispatchKey key, c10::Device device, const Tensor& source
 // The size and stride tables of a nested tensor live on the CPU for every device.
 Tensor make_nested(DispatchKey key, c10::Storage storage, const Tensor& source) {
   auto* impl = at::native::get_nested_tensor_impl(source);
-  return at::detail::make_tensor<at::native::NestedTensorImpl>(std::move(storage), DispatchKeySet({key, DispatchKey::AutogradNestedTensor}), source.dtype(),
-                                                               impl->get_nested_sizes(), impl->get_nested_strides(),
-                                                               impl->get_storage_offsets());
+  return at::detail::make_tensor<at::native::NestedTensorImpl>(
+      std::move(storage), DispatchKeySet({key, DispatchKey::AutogradNestedTensor}), source.dtype(),
+      impl->get_nested_sizes(), impl->get_nested_strides(), impl->get_storage_offsets());
 }
 
 Tensor make_quantized(DispatchKey key, c10::Storage storage, const Tensor& source) {
@@ -76,7 +76,8 @@ Tensor native_alias_of_layout(const Tensor& tensor) {
   const auto native_device = substrate().native_device(tensor.device().index());
   if (tensor._is_zerotensor()) return at::_efficientzerotensor(tensor.sizes(), tensor.options().device(native_device));
   if (tensor.layout() == c10::kSparse) {
-    return make_sparse(keys.sparse, tensor, alias_part(sparse(tensor)->indices()), alias_part(sparse(tensor)->values()));
+    return make_sparse(keys.sparse, tensor, alias_part(sparse(tensor)->indices()),
+                       alias_part(sparse(tensor)->values()));
   }
   if (at::sparse_csr::is_sparse_compressed(tensor)) {
     auto* impl = compressed(tensor);

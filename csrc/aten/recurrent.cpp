@@ -29,6 +29,7 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Te
   AliasScope scope;
   auto sum = scope.to_native(input_gates) + scope.to_native(hidden_gates);
   sum = add_optional(add_optional(sum, input_bias, scope), hidden_bias, scope);
+  scope.check_operands("aten::_thnn_fused_lstm_cell");
   const auto gates = sum.chunk(4, 1);
   const auto i = gates[0].sigmoid(), f = gates[1].sigmoid(), g = gates[2].tanh(), o = gates[3].sigmoid();
   const auto cy = f * scope.to_native(cx) + i * g;
@@ -52,9 +53,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const OptionalTensor& grad
     grad_c = grad_c + grad_h * o * (1 - tanh_cy * tanh_cy);
     grad_o = grad_h * tanh_cy * o * (1 - o);
   }
-  const auto grad_gates = at::cat({grad_c * g * i * (1 - i), grad_c * scope.to_native(cx) * f * (1 - f),
-                                   grad_c * i * (1 - g * g), grad_o},
-                                  1);
+  const auto grad_gates = at::cat(
+      {grad_c * g * i * (1 - i), grad_c * scope.to_native(cx) * f * (1 - f), grad_c * i * (1 - g * g), grad_o}, 1);
   return {scope.to_quartz(grad_gates), scope.to_quartz(grad_c * f),
           has_bias ? scope.to_quartz(grad_gates.sum(0)) : Tensor()};
 }
@@ -67,6 +67,7 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hid
   const auto x = add_optional(scope.to_native(input_gates), input_bias, scope).chunk(3, 1);
   const auto y = add_optional(scope.to_native(hidden_gates), hidden_bias, scope).chunk(3, 1);
   const auto h = scope.to_native(hx);
+  scope.check_operands("aten::_thnn_fused_gru_cell");
   const auto r = (x[0] + y[0]).sigmoid(), z = (x[1] + y[1]).sigmoid(), n = (x[2] + r * y[2]).tanh();
   return {scope.to_quartz(n + z * (h - n)), scope.to_quartz(at::cat({r, z, n, h, y[2]}, 1))};
 }

@@ -24,8 +24,8 @@ void register_histogram(torch::Library& library);    // histogram.cpp: host only
 // Unboxed versions of the fallback for the operators that dispatch cost matters most for.
 void register_hot_operators(torch::Library& library);  // hot_operators.cpp
 // The fallback by name wherever a composite kernel would be preferred to it; returns how many.
-int register_direct();      // direct.cpp
-void register_fallback();   // direct.cpp
-void register_autocast();   // autocast.cpp
+int register_direct();     // direct.cpp
+void register_fallback();  // direct.cpp
+void register_autocast();  // autocast.cpp
 
 }  // namespace quartz

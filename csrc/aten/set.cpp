@@ -10,8 +10,7 @@ namespace {
 
 at::Tensor& set_storage(at::Tensor& self, c10::Storage source, int64_t offset, at::IntArrayRef size,
                         at::IntArrayRef stride) {
-  TORCH_CHECK(source.device() == self.device(),
-              "Attempted to set the storage of a tensor on device \"", self.device(),
+  TORCH_CHECK(source.device() == self.device(), "Attempted to set the storage of a tensor on device \"", self.device(),
               "\" to a storage on different device \"", source.device(),
               "\".  This is no longer allowed; the devices must match.");
   TORCH_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);

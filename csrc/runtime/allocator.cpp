@@ -38,7 +38,8 @@ class Counter {
     stat.current = current_.load();
     stat.peak = peak_.load();
     stat.freed = freed_.load();
-    stat.allocated = stat.current - base_.load() + stat.freed;  // since the reset; not counted on its own: one atomic less
+    stat.allocated =
+        stat.current - base_.load() + stat.freed;  // since the reset; not counted on its own: one atomic less
   }
 
  private:
@@ -165,9 +166,7 @@ c10::StorageImpl* twin_of(const c10::DataPtr& pointer) {
 
 }  // namespace
 
-c10::StorageImpl* twin_of(const c10::StorageImpl& storage) {
-  return twin_of(storage.data_ptr());
-}
+c10::StorageImpl* twin_of(const c10::StorageImpl& storage) { return twin_of(storage.data_ptr()); }
 
 StoragePtr native_storage(const c10::StorageImpl& storage) {
   if (auto* twin = twin_of(storage)) return StoragePtr::reclaim_copy(twin);

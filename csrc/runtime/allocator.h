@@ -2,8 +2,8 @@
 //
 //   quartz StorageImpl --DataPtr(context = twin)--> native StorageImpl (the twin) --DataPtr--> native allocator's block
 //
-// The context pointer of a quartz DataPtr *is* the twin (one reference held, dropped by the deleter), so an alias on the
-// native device costs no allocation besides its TensorImpl. PyTorch's own machinery (CUDA caching allocator,
+// The context pointer of a quartz DataPtr *is* the twin (one reference held, dropped by the deleter), so an alias on
+// the native device costs no allocation besides its TensorImpl. PyTorch's own machinery (CUDA caching allocator,
 // record_stream, IPC, graph pools) sees genuine native blocks.
 #pragma once
 

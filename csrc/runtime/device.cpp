@@ -13,8 +13,9 @@ c10::DeviceIndex current_device() { return substrate().guard().getDevice().index
 void check_device(c10::DeviceIndex index) {
   const int count = device_count();
   TORCH_CHECK(index >= 0 && index < count, "quartz: invalid device ordinal ", static_cast<int>(index), ": there ",
-              count == 1 ? "is 1 device (quartz:0)" : "are " + std::to_string(count) + " devices (quartz:0 to quartz:" +
-                                                          std::to_string(count - 1) + ")");
+              count == 1
+                  ? "is 1 device (quartz:0)"
+                  : "are " + std::to_string(count) + " devices (quartz:0 to quartz:" + std::to_string(count - 1) + ")");
 }
 
 void set_device(c10::DeviceIndex index) {

@@ -19,6 +19,7 @@ Environment read_all() {
   env.substrate = read("TORCH_QUARTZ_SUBSTRATE");
   TORCH_CHECK_VALUE(!env.substrate || *env.substrate == "host" || *env.substrate == "cuda",
                     "quartz: TORCH_QUARTZ_SUBSTRATE must be 'host' or 'cuda', got '", *env.substrate, "'");
+  if (const char* devices = std::getenv("CUDA_VISIBLE_DEVICES")) env.cuda_visible_devices = devices;
   if (auto text = read("TORCH_QUARTZ_HOST_DEVICES")) {
     char* end = nullptr;
     const long count = std::strtol(text->c_str(), &end, 10);

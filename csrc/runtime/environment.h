@@ -1,4 +1,4 @@
-// The TORCH_QUARTZ_* environment variables that the C++ half reads: the only getenv calls of libquartz.so.
+// The environment variables that the C++ half reads: the only getenv calls of libquartz.so.
 // docs/environment.md lists them all; the Python half reads its own in python/torch_quartz/environment.py.
 #pragma once
 
@@ -8,8 +8,9 @@
 namespace quartz {
 
 struct Environment {
-  std::optional<std::string> substrate;  // TORCH_QUARTZ_SUBSTRATE: "host" or "cuda"; unset chooses by itself
-  int host_devices = 1;                  // TORCH_QUARTZ_HOST_DEVICES: number of host devices, 1 to 16
+  std::optional<std::string> substrate;             // TORCH_QUARTZ_SUBSTRATE: "host" or "cuda"; unset chooses by itself
+  std::optional<std::string> cuda_visible_devices;  // CUDA_VISIBLE_DEVICES, CUDA's own; an empty text hides all devices
+  int host_devices = 1;                             // TORCH_QUARTZ_HOST_DEVICES: number of host devices, 1 to 16
 };
 
 // Read once, at the first call; a malformed value throws c10::ValueError with the variable, the rule and the value.

@@ -39,8 +39,8 @@ class QuartzGenerator final : public c10::GeneratorImpl {
     native_.unsafeGetGeneratorImpl()->graphsafe_set_state(other->native_.getIntrusivePtr());
   }
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
-    return c10::make_intrusive<QuartzGenerator>(
-        device().index(), at::Generator(native_.unsafeGetGeneratorImpl()->graphsafe_get_state()));
+    return c10::make_intrusive<QuartzGenerator>(device().index(),
+                                                at::Generator(native_.unsafeGetGeneratorImpl()->graphsafe_get_state()));
   }
 
  private:

@@ -9,6 +9,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "runtime/environment.h"
+
 namespace quartz {
 namespace {
 
@@ -23,8 +25,9 @@ Function* symbol(void* library, const char* name) {
 // Whether CUDA_VISIBLE_DEVICES surely leaves one of `count` devices: CUDA takes the entries before the first wrong one.
 // Names (GPU-..., MIG-...) are not looked up here.
 bool surely_visible(int count) {
-  const char* variable = std::getenv("CUDA_VISIBLE_DEVICES");
-  if (variable == nullptr) return count > 0;
+  const auto& devices = environment().cuda_visible_devices;
+  if (!devices) return count > 0;
+  const char* variable = devices->c_str();
   char* end = nullptr;
   const long first = std::strtol(variable, &end, 10);
   return end != variable && (*end == '\0' || *end == ',') && first >= 0 && first < count;

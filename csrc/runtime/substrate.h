@@ -4,8 +4,8 @@
 // allocator, streams, generators, statistics. Everything above this file is written once for both.
 #pragma once
 
-#include <ATen/core/Generator.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/Generator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DispatchKeySet.h>

@@ -23,9 +23,10 @@ constexpr const char* kForkMessage =
 class CudaSubstrate final : public Substrate {
  public:
   CudaSubstrate()
-      : Substrate("cuda", c10::DeviceType::CUDA, c10::DeviceType::CUDA,
-                  {c10::DispatchKey::CUDA, c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCsrCUDA,
-                   c10::DispatchKey::NestedTensorCUDA, c10::DispatchKey::QuantizedCUDA, c10::DispatchKey::AutogradCUDA}) {}
+      : Substrate(
+            "cuda", c10::DeviceType::CUDA, c10::DeviceType::CUDA,
+            {c10::DispatchKey::CUDA, c10::DispatchKey::SparseCUDA, c10::DispatchKey::SparseCsrCUDA,
+             c10::DispatchKey::NestedTensorCUDA, c10::DispatchKey::QuantizedCUDA, c10::DispatchKey::AutogradCUDA}) {}
 
   const c10::impl::DeviceGuardImplInterface& guard() const override {
     static const auto* guard = new c10::cuda::impl::CUDAGuardImpl;
@@ -55,8 +56,9 @@ class CudaSubstrate final : public Substrate {
   c10::DeviceIndex device_of_pointer(void* pointer) const override {
     cudaPointerAttributes attributes{};
     C10_CUDA_CHECK(cudaPointerGetAttributes(&attributes, pointer));
-    TORCH_CHECK_VALUE(attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged,
-                      "quartz: the specified pointer resides on host memory and is not registered with any CUDA device");
+    TORCH_CHECK_VALUE(
+        attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged,
+        "quartz: the specified pointer resides on host memory and is not registered with any CUDA device");
     return static_cast<c10::DeviceIndex>(attributes.device);
   }
 

@@ -1,6 +1,7 @@
 """``python -m torch_quartz info``: one page about this installation, for a bug report."""
 
 import argparse
+import ctypes
 import os
 import platform
 import sys
@@ -73,11 +74,9 @@ def _driver() -> str:
 
     if not torch.cuda.is_available():
         return "none usable by this PyTorch"
-    version = getattr(torch._C, "_cuda_getDriverVersion", None)  # newer than PyTorch 2.11
-    if version is None:
-        return "usable"
-    encoded = version()  # 1000 * major + 10 * minor
-    return f"for CUDA {encoded // 1000}.{encoded % 1000 // 10}"
+    version = ctypes.c_int()  # 1000 * major + 10 * minor
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _settings() -> list[tuple[str, object]]:

@@ -15,7 +15,7 @@ def compile_library(source: Path, target: Path, *options: str) -> Path:
     assert compiler, "these tests need a C++ compiler"
     includes = [f"-isystem{path}" for path in (*cpp_extension.include_paths(), sysconfig.get_path("include"))]
     folder = cpp_extension.library_paths()[0]
-    command = [compiler, "-shared", "-fPIC", "-std=c++20", "-O1", "-w", *includes, str(source), *options]
+    command = [compiler, "-shared", "-fPIC", "-std=c++20", "-O0", "-w", *includes, str(source), *options]
     command += [f"-L{folder}", f"-Wl,-rpath,{folder}", "-lc10", "-ltorch_cpu", "-ltorch", "-o", str(target)]
     command += ["-l:libstdc++.so.6"]  # libtorch's own, also for a compiler set up to link a static one: two crash
     done = subprocess.run(command, capture_output=True, text=True)

@@ -126,6 +126,16 @@ def test_max_memory_names_the_device(checkpoint, key, explicit_import):
     assert set(part.hf_device_map.values()) == {0, "cpu"}
 
 
+@pytest.mark.parametrize("key", [0, "quartz", "quartz:0", torch.device("quartz:0")])
+def test_reserved_memory_does_not_exceed_max_memory(monkeypatch, key, explicit_import):
+    from transformers.integrations.accelerate import get_max_memory
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    assert get_max_memory({key: "1KB", "cpu": "2KB"}) == {0: 1000, "cpu": 2000}
+
+
 def test_unknown_devices_are_refused_and_the_next_load_works(checkpoint, expected):
     with pytest.raises(ValueError, match="quarz"):
         load(checkpoint, device_map="quarz")

@@ -23,6 +23,7 @@ import pathlib
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -38,6 +39,7 @@ from harness.target import provide_expecttest, python_path
 # What the slice of CI covers: every check of every entry, with the first dtype of this list that the entry has.
 SLICE_DTYPES = ("float32", "int64", "complex64", "bool")
 SLICE_SAMPLES = 2
+_GRACE_SECONDS = 20  # after the deadline, for the variants that have been started
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -105,7 +107,9 @@ class Sweep:
 
     def __init__(self, requests: list[dict], deadline: float) -> None:
         self.results: list[dict] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._closed = False
+        self._open: set[tuple[int, str]] = set()
         self._started = time.monotonic()
         self._deadline = deadline
         self._queue = []
@@ -120,6 +124,7 @@ class Sweep:
             if checks:
                 self._queue.append({**request, "checks": checks})
         self._queue.reverse()
+        self._open = {(request["id"], check) for request in self._queue for check in request["checks"]}
         self._count = len(self._queue)
         self._told = self._started
 
@@ -131,12 +136,20 @@ class Sweep:
                 self._told = now
                 bad = len(report.bad(self.results))
                 print(f"{now - self._started:5.0f} s: {len(self._queue)} of {self._count} left, {bad} bad", flush=True)
-            if self._deadline and now - self._started > self._deadline:
+            if self._closed or self.overdue(0):
                 return None
             return self._queue.pop() if self._queue else None
 
+    def overdue(self, grace: float) -> bool:
+        """Whether the deadline has passed by more than `grace` seconds."""
+        return bool(self._deadline) and time.monotonic() - self._started > self._deadline + grace
+
     def report(self, request: dict, check: str, result: dict) -> None:
         """Keep one result; a check that has no sample at all does not apply and is dropped."""
+        with self._lock:
+            if self._closed:
+                return
+            self._open.discard((request["id"], check))
         if result["status"] == "no_reference" and not result.get("without_reference") and not result.get("message"):
             return
         kept = {key: value for key, value in result.items() if value or key == "status"}
@@ -148,12 +161,13 @@ class Sweep:
                 | kept
             )
 
-    def finish(self) -> None:
-        """Count what the deadline left over as skipped."""
-        for request in self._queue:
+    def finish(self, requests: list[dict]) -> None:
+        """Count what was not reached as skipped and take no more results."""
+        for request in requests:
             for check in request["checks"]:
-                self.report(request, check, {"status": "skipped", "message": "not reached before the deadline"})
-        self._queue = []
+                if (request["id"], check) in self._open:
+                    self.report(request, check, {"status": "skipped", "message": "not reached in the time given"})
+        self._closed = True
 
 
 def run(options: argparse.Namespace) -> tuple[dict, list[dict], list[str]]:
@@ -162,14 +176,20 @@ def run(options: argparse.Namespace) -> tuple[dict, list[dict], list[str]]:
 
     substrate = substrate_of(options.substrate)
     started = time.monotonic()
-    sweep = Sweep(requests_of(options, substrate), options.deadline)
+    requests = requests_of(options, substrate)
+    sweep = Sweep(requests, options.deadline)
     role = "control" if options.control else "quartz"
     shards = [Shard(role, substrate, sweep.take, sweep.report, options.patience) for _ in range(options.jobs)]
     for shard in shards:
         shard.start()
+    try:
+        while any(shard.is_alive() for shard in shards) and not sweep.overdue(_GRACE_SECONDS):
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        print("interrupted: what was not reached counts as skipped")
+    sweep.finish(requests)
     for shard in shards:
-        shard.join()
-    sweep.finish()
+        shard.abandon()
     meta = {
         "date": datetime.date.today().isoformat(),
         "torch": torch.__version__,
@@ -189,6 +209,7 @@ def run(options: argparse.Namespace) -> tuple[dict, list[dict], list[str]]:
 def main(arguments: list[str] | None = None) -> int:
     """Run or merge, print the counts, write the files; returns the exit status (0: nothing failed)."""
     options = parse(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     provide_expecttest()
     meta, results, problems = (*report.merge(options.merge), []) if options.merge else run(options)
     for result in report.bad(results) if options.merge else ():  # a run has printed them as they came

@@ -2,8 +2,10 @@
 
 import json
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -23,8 +25,8 @@ def selftest(tmp_path_factory):
     """One sweep over the database of misbehaviours, with plain PyTorch on both sides."""
     folder = tmp_path_factory.mktemp("selftest")
     command = [sys.executable, str(UPSTREAM / "conformance.py"), "--substrate", "host", "--control"]
-    command += ["--databases", "selftest", "--patience", "15", "--out", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=570)
+    command += ["--databases", "selftest", "--patience", "30", "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     document = json.loads((folder / "conformance.json").read_text())
     return done, {result["name"]: result for result in document["results"]}, folder
 
@@ -65,8 +67,21 @@ def test_counts_and_exit_status(selftest):
 def test_deadline_counts_as_skipped(tmp_path):
     command = [sys.executable, str(UPSTREAM / "conformance.py"), "--substrate", "host", "--control"]
     command += ["--databases", "selftest", "--ops", "right", "--deadline", "0.000001", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=570)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     assert "0 passed, 0 failed, 0 error, 0 crash, 0 hang, 2 skipped, 0 no reference" in done.stdout, done.stdout
+
+
+def test_interrupt_keeps_what_is_done(tmp_path):
+    command = [sys.executable, str(UPSTREAM / "conformance.py"), "--substrate", "host", "--control"]
+    command += ["--databases", "selftest", "--ops", "^(right|hang|right_again)$", "--out", str(tmp_path)]
+    process = subprocess.Popen([*command, "--patience", "3000"], stdout=subprocess.PIPE, text=True)
+    time.sleep(60)  # by now the second variant hangs; if not, less is done and the counts below still hold
+    process.send_signal(signal.SIGTERM)
+    printed, _ = process.communicate(timeout=300)
+    document = json.loads((tmp_path / "conformance.json").read_text())
+    statuses = {result["name"]: result["status"] for result in document["results"]}
+    assert statuses.keys() == {"right", "hang", "right_again"}, printed
+    assert statuses["hang"] == statuses["right_again"] == "skipped", printed
 
 
 def test_slices_cover_everything_once_and_merge(tmp_path):
@@ -76,7 +91,7 @@ def test_slices_cover_everything_once_and_merge(tmp_path):
         command = [sys.executable, str(UPSTREAM / "conformance.py"), "--substrate", "host", "--control"]
         command += ["--databases", "op_db", "--ops", "^(neg|sin)$", "--checks", "forward"]
         command += ["--dtypes", "float32,float64"]
-        subprocess.run([*command, "--slice", f"{number}/2", "--out", folders[-1]], check=True, timeout=570)
+        subprocess.run([*command, "--slice", f"{number}/2", "--out", folders[-1]], check=True, timeout=1200)
     meta, results = report.merge([pathlib.Path(folder) for folder in folders])
     assert sorted((r["name"], r["dtype"]) for r in results) == [
         ("neg", "float32"),

@@ -1,8 +1,8 @@
 """``torch.nn.functional.linear_cross_entropy`` computes on quartz as it does on the native device.
 
-Since 2.13 PyTorch chooses the chunk size and the dtype in which the loss is accumulated by the name of the device. For a
-name it does not know it accumulates in the input's dtype, so that a bfloat16 loss on quartz would be less exact than the
-same loss on the CPU or on CUDA.
+Since 2.13 PyTorch chooses the chunk size and the dtype in which the loss is accumulated by the name of the device. For
+a name it does not know it accumulates in the dtype of the input, so that a bfloat16 loss on quartz would be less exact
+than the same loss on the CPU or on CUDA.
 """
 
 import torch

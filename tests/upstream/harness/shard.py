@@ -150,12 +150,19 @@ class Shard(threading.Thread):
         self.restarts = 0
         self._pending: collections.deque[dict] = collections.deque()
         self._unexplained: tuple | None = None
+        self._pair: Pair | None = None
+
+    def abandon(self) -> None:
+        """End the processes of a shard that has not finished."""
+        self.take = lambda: None
+        if self.is_alive() and self._pair:
+            self._pair.kill()
 
     def run(self) -> None:
         pair = None
         try:
             while True:
-                pair = pair or self._start()
+                pair = self._pair = pair or self._start()
                 self._fill(pair)
                 if not self._pending:
                     self.bad_exits += pair.stop()

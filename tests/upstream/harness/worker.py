@@ -121,10 +121,13 @@ def main(role: str, substrate: str) -> None:
     number = int(os.environ["CONFORMANCE_PIPE"])
     if role == "reference":
         with os.fdopen(number, "wb") as pipe:
+            pickle.dump("ready", pipe)
+            pipe.flush()
             _reference(target, requests, pipe)
     else:
-        report(["ready", os.getpid()])
         with os.fdopen(number, "rb") as pipe:
+            pickle.load(pipe)  # the reference is ready too: from here on the driver watches for progress
+            report(["ready", os.getpid()])
             _compared(target, requests, pipe, report)
 
 
