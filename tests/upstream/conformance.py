@@ -170,6 +170,16 @@ class Sweep:
         self._closed = True
 
 
+def command_line(arguments: list[str]) -> str:
+    """The command for the report, without the folders of whoever ran it."""
+    kept = list(arguments)
+    for option in ("--out", "--update"):
+        if option in kept:
+            at = kept.index(option)
+            del kept[at : at + 2]
+    return shlex.join(["python", "tests/upstream/conformance.py", *kept])
+
+
 def run(options: argparse.Namespace) -> tuple[dict, list[dict], list[str]]:
     """Run a sweep; returns (facts about the run, results, problems of the harness)."""
     import torch
@@ -196,7 +206,7 @@ def run(options: argparse.Namespace) -> tuple[dict, list[dict], list[str]]:
         "substrate": substrate + (" (control: plain PyTorch on both sides)" if options.control else ""),
         "python": platform.python_version(),
         "machine": torch.cuda.get_device_name() if substrate == "cuda" else platform.machine(),
-        "command": shlex.join(["python", "tests/upstream/conformance.py", *sys.argv[1:]]),
+        "command": command_line(sys.argv[1:]),
         "jobs": options.jobs,
         "seconds": time.monotonic() - started,
         "restarts": sum(shard.restarts for shard in shards),
