@@ -38,7 +38,7 @@ at::Tensor native_dropout_backward(const at::Tensor& grad_output, const at::Tens
   const auto gradient = scope.to_native(grad_output), native_mask = scope.to_native(mask);
   scope.check_operands("aten::native_dropout_backward");
   if (!at::isFloatingType(gradient.scalar_type()) && !at::isComplexType(gradient.scalar_type())) {
-    return scope.to_quartz(gradient.mul(native_mask.to(gradient.scalar_type()).mul(scale)));  // promotes to float
+    return scope.to_quartz(gradient.mul(native_mask).mul(scale));  // promotes to float
   }
   const double keep = scale == 0. ? 0. : 1. / scale;
   return scope.to_quartz(gradient.mul(scaled_noise(native_mask, gradient.scalar_type(), keep)));
