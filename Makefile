@@ -57,7 +57,7 @@ $(READY):
 examples: build
 	PYTHON=$(PY) scripts/examples.sh
 
-# The whole sweep takes hours on two cores: CONFORMANCE_ARGS="--profile slice" is what .ci/run does.
+# The whole sweep takes about half an hour on two free cores; `make test` has a fixed slice of it.
 conformance: build
 	$(PY) tests/upstream/conformance.py --out build/conformance $(CONFORMANCE_ARGS)
 
