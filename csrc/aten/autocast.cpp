@@ -30,10 +30,8 @@ namespace quartz {
 
 void register_autocast() {
   constexpr auto key = c10::DispatchKey::AutocastPrivateUse1;
-  auto* others = new torch::Library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
-  others->fallback(torch::CppFunction::makeFallthrough());
-  auto* aten = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-  at::autocast_quartz::register_operators(*aten);
+  permanent_library("_", key).fallback(torch::CppFunction::makeFallthrough());
+  at::autocast_quartz::register_operators(permanent_library("aten", key));
 }
 
 }  // namespace quartz

@@ -38,9 +38,9 @@ void record_tensor_stream(at::Tensor& self, c10::Stream stream) { record_stream(
 // Without a rule of their own, _copy_from of a conjugated view would materialise it with clone, which copies, which
 // calls _copy_from ...: let the bits through, the native copy_ resolves them.
 void fall_through(c10::DispatchKey key) {
-  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
-  library->impl("_copy_from", torch::CppFunction::makeFallthrough());
-  library->impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
+  auto& library = permanent_library("aten", key);
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+  library.impl("_copy_from_and_resize", torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace
@@ -53,9 +53,7 @@ void register_copies(torch::Library& library) {
   for (auto key : {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative, c10::DispatchKey::ZeroTensor}) {
     fall_through(key);
   }
-  auto* quantized =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::QuantizedPrivateUse1, __FILE__, __LINE__);
-  own_kernel<&copy_from>(*quantized, "_copy_from");
+  own_kernel<&copy_from>(permanent_library("aten", c10::DispatchKey::QuantizedPrivateUse1), "_copy_from");
 }
 
 }  // namespace quartz

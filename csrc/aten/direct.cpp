@@ -71,14 +71,14 @@ int register_direct() {
   auto& dispatcher = c10::Dispatcher::singleton();
   int count = 0;
   for (const auto& [from, to] : pairs) {
-    std::map<std::string, torch::Library*> libraries;  // one a namespace; leaked, see registration.cpp
+    std::map<std::string, torch::Library*> libraries;  // one a namespace
     for (const auto& name : dispatcher.getAllOpNames()) {
       const auto op = dispatcher.findSchema(name);
       const auto separator = name.name.find("::");
       if (!op || separator == std::string::npos || !wants_direct(*op, from, to)) continue;
       const auto space = name.name.substr(0, separator);
       auto*& library = libraries[space];
-      if (library == nullptr) library = new torch::Library(torch::Library::IMPL, space, to, __FILE__, __LINE__);
+      if (library == nullptr) library = &permanent_library(space, to);
       library->impl(full_name(name).substr(separator + 2).c_str(),
                     torch::CppFunction::makeFromBoxedFunctor(std::make_unique<FallbackKernel>(op->schema())));
       ++count;
@@ -90,12 +90,11 @@ int register_direct() {
 void register_fallback() {
   for (auto key : {DispatchKey::PrivateUse1, DispatchKey::SparsePrivateUse1, DispatchKey::SparseCsrPrivateUse1,
                    DispatchKey::NestedTensorPrivateUse1, DispatchKey::QuantizedPrivateUse1}) {
-    auto* library = new torch::Library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
-    library->fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    permanent_library("_", key).fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
-  static auto* listener = new c10::RegistrationHandleRAII(
+  // Leaked on purpose; "used" keeps the pointer, by which a leak checker finds it.
+  [[gnu::used]] static auto* listener = new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
-  (void)listener;
 }
 
 }  // namespace quartz

@@ -2,6 +2,7 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/jit_type.h>
+#include <deque>
 #include <mutex>
 #include <shared_mutex>
 #include <unordered_map>
@@ -287,7 +288,8 @@ void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySe
 // Facts of operators that come here as the backend fallback; the key is the address of the dispatcher's entry.
 struct KnownFacts {
   std::shared_mutex mutex;
-  std::unordered_map<const void*, OpFacts*> facts;  // never deleted: a call may be under way
+  std::unordered_map<const void*, const OpFacts*> facts;
+  std::deque<OpFacts> all;  // also those of operators that are gone: a call may be under way
 };
 
 KnownFacts& known_facts() {
@@ -305,7 +307,7 @@ const OpFacts& facts_of(const c10::OperatorHandle& op) {
   }
   std::unique_lock lock(known.mutex);
   auto*& facts = known.facts[key];
-  if (facts == nullptr) facts = new OpFacts(op.schema());
+  if (facts == nullptr) facts = &known.all.emplace_back(op.schema());
   return *facts;
 }
 

@@ -2,6 +2,8 @@
 
 #include <c10/core/DeviceType.h>
 
+#include <deque>
+
 #include "runtime/allocator.h"
 #include "runtime/guard.h"
 #include "runtime/hooks.h"
@@ -17,20 +19,19 @@ bool register_everything() {
   register_allocator();
   register_hooks();
 
-  // Leaked: destroying a Library takes its kernels away, and tensors may be used until the very end of the process.
-  auto* aten = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
-  register_factories(*aten);
-  register_views(*aten);
-  register_copies(*aten);
-  register_set(*aten);
-  register_convolution(*aten);
-  register_attention(*aten);
-  register_dropout(*aten);
+  auto& aten = permanent_library("aten", c10::DispatchKey::PrivateUse1);
+  register_factories(aten);
+  register_views(aten);
+  register_copies(aten);
+  register_set(aten);
+  register_convolution(aten);
+  register_attention(aten);
+  register_dropout(aten);
   if (!substrate().is_cuda()) {
-    register_recurrent(*aten);
-    register_histogram(*aten);
+    register_recurrent(aten);
+    register_histogram(aten);
   }
-  register_hot_operators(*aten);
+  register_hot_operators(aten);
   register_direct();
   register_fallback();
   register_autocast();
@@ -49,6 +50,11 @@ const bool registered = [] {
 }();
 
 }  // namespace
+
+torch::Library& permanent_library(const std::string& space, c10::DispatchKey key, std::source_location where) {
+  static auto* all = new std::deque<torch::Library>;  // leaked on purpose, and reachable for a leak checker
+  return all->emplace_back(torch::Library::IMPL, space, key, where.file_name(), where.line());
+}
 
 void initialize() {
   static const bool done = register_everything();  // a failed attempt is repeated at the next call

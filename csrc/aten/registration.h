@@ -3,6 +3,9 @@
 
 #include <torch/library.h>
 
+#include <source_location>
+#include <string>
+
 #include "runtime/export.h"
 
 namespace quartz {
@@ -10,6 +13,11 @@ namespace quartz {
 // Registers the device, its memory and all operators. Runs once, when libquartz.so is loaded; calling it again does
 // nothing. A C++ program calls it to make sure that the library is linked in.
 QUARTZ_API void initialize();
+
+// A library for implementations with `key` that is never destroyed: its destructor would take the kernels away, and
+// tensors may be used until the very end of the process.
+torch::Library& permanent_library(const std::string& space, c10::DispatchKey key,
+                                  std::source_location where = std::source_location::current());
 
 // Own kernels, one function a file; `library` is the IMPL library of aten on PrivateUse1.
 void register_factories(torch::Library& library);    // factories.cpp
