@@ -28,6 +28,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Device getDevice() const override { return quartz_device(inner().getDevice()); }
   void setDevice(c10::Device device) const override { exchange_device(native(device).index()); }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
+    // For an unknown device PyTorch's CUDA guard would throw, and with that end the process.
+    if (device.index() < 0 || device.index() >= deviceCount()) return;
     inner().uncheckedSetDevice(substrate().guard_device(device.index()));
   }
   c10::DeviceIndex deviceCount() const noexcept override { return inner().deviceCount(); }

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "aten/alias.h"
 #include "runtime/allocator.h"
 #include "runtime/substrate.h"
 
@@ -26,10 +27,10 @@ at::Tensor on_quartz(const std::vector<float>& values, c10::DeviceIndex device) 
   const c10::DeviceGuard guard(c10::Device(kQuartz, resolve_device(device)));
   const auto nbytes = values.size() * sizeof(float);
   c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, &allocator(), /*resizable=*/true);
-  if (nbytes != 0) substrate().copy_bytes(storage.mutable_data(), values.data(), nbytes);
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), caffe2::TypeMeta::Make<float>());
   tensor.unsafeGetTensorImpl()->set_sizes_contiguous({static_cast<int64_t>(values.size())});
+  native_alias(tensor, AliasKind::kFull).copy_(on_cpu(values));
   return tensor;
 }
 

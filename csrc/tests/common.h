@@ -11,8 +11,8 @@
 
 namespace quartz::test {
 
-// A one-dimensional float tensor of quartz:`device` (-1: the current one). The bytes are written through the native
-// memory, not by an operator under test.
+// A one-dimensional float tensor of quartz:`device` (-1: the current one). The values are written by the native
+// device, not by an operator under test.
 at::Tensor on_quartz(const std::vector<float>& values, c10::DeviceIndex device = -1);
 
 // The same on the CPU and on the native device.

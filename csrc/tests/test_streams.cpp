@@ -24,15 +24,12 @@ const c10::impl::VirtualGuardImpl& guard() {
 }
 c10::Device quartz_device(c10::DeviceIndex index) { return c10::Device(kQuartz, index); }
 
-// The tests run on every device of the process: two of them in the run with TORCH_QUARTZ_HOST_DEVICES=2.
+// The tests run on every device of the process: two in the run with TORCH_QUARTZ_HOST_DEVICES=2.
 class Streams : public ::testing::TestWithParam<int> {
  protected:
-  void SetUp() override {
-    if (GetParam() >= device_count()) GTEST_SKIP() << "there is no such device in this run";
-  }
   c10::Device device() const { return quartz_device(static_cast<c10::DeviceIndex>(GetParam())); }
 };
-INSTANTIATE_TEST_SUITE_P(Devices, Streams, ::testing::Values(0, 1));
+INSTANTIATE_TEST_SUITE_P(Devices, Streams, ::testing::Range(0, static_cast<int>(device_count())));
 
 TEST_P(Streams, TheDefaultStreamIsCurrentAtFirst) {
   const auto stream = guard().getDefaultStream(device());
@@ -135,7 +132,7 @@ TEST_P(Streams, ElapsedTime) {
   const std::chrono::duration<double, std::milli> outer = std::chrono::steady_clock::now() - begin;
   const double elapsed = start.elapsedTime(end);
   EXPECT_GE(elapsed, 19.9);  // a sleep is never shorter, a GPU's clock has ticks
-  EXPECT_NEAR(end.elapsedTime(start), -elapsed, 1e-6);
+  EXPECT_NEAR(end.elapsedTime(start), -elapsed, 1e-3);
   EXPECT_EQ(start.elapsedTime(start), 0);
   EXPECT_GT(outer.count(), 0);
 
