@@ -230,10 +230,14 @@ void expect_same(const Stack& actual, const Stack& expected, c10::Device device)
     EXPECT_EQ(a[i].sizes(), b[i].sizes());
     EXPECT_EQ(a[i].strides(), b[i].strides());
     EXPECT_EQ(values_of(a[i]), values_of(b[i]));
-    if (device.type() == kQuartz) EXPECT_EQ(a[i].key_set(), on_quartz({}).key_set());
+    if (device.type() == kQuartz) {
+      EXPECT_EQ(a[i].key_set(), on_quartz({}).key_set());
+    }
   }
   for (std::size_t i = 0; i < actual.size(); ++i) {
-    if (actual[i].isScalar()) EXPECT_EQ(actual[i].toScalar().toDouble(), expected[i].toScalar().toDouble());
+    if (actual[i].isScalar()) {
+      EXPECT_EQ(actual[i].toScalar().toDouble(), expected[i].toScalar().toDouble());
+    }
   }
 }
 
@@ -277,7 +281,9 @@ TEST_P(HotOperators, WrittenArgumentsAreReturnedAndVersioned) {
     if (alias == nullptr || !alias->isWrite()) continue;
     for (std::size_t j = 0; j < schema.arguments().size(); ++j) {
       const auto* written = schema.arguments()[j].alias_info();
-      if (written != nullptr && *written == *alias) EXPECT_TRUE(results[i].toTensor().is_same(arguments[j].toTensor()));
+      if (written != nullptr && *written == *alias) {
+        EXPECT_TRUE(results[i].toTensor().is_same(arguments[j].toTensor()));
+      }
     }
   }
 }

@@ -46,7 +46,9 @@ TEST(Pinned, OrdinaryMemoryIsNot) {
 
 TEST(Pinned, ZeroBytes) {
   const auto empty = pinned().allocate(0), other = pinned().allocate(0);
-  if (!substrate().is_cuda()) EXPECT_NE(empty.get(), other.get());
+  if (!substrate().is_cuda()) {
+    EXPECT_NE(empty.get(), other.get());
+  }
 }
 
 TEST(Pinned, Tensors) {
