@@ -57,7 +57,7 @@ bool has_special_layout(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
   static constexpr c10::DispatchKeySet kSpecial({DispatchKey::Sparse, DispatchKey::SparseCsr, DispatchKey::NestedTensor,
                                                  DispatchKey::Quantized, DispatchKey::ZeroTensor});
-  // has_any() looks at functionality bits only here: kSpecial carries no backend bit.
+  // Functionality bits only: kSpecial carries no backend bit.
   return (keys & kSpecial) != c10::DispatchKeySet();
 }
 
@@ -203,12 +203,7 @@ at::Tensor AliasScope::Pair::tensor() const {
 
 void AliasScope::follow_resized() {
   for (const auto& pair : pairs_) {
-    if (!pair.quartz->has_storage()) continue;
-    auto* storage = pair.quartz->storage().unsafeGetStorageImpl();
-    auto* twin = twin_of(*storage);
-    if (twin != nullptr && (storage->data() != twin->data() || storage->nbytes() != twin->nbytes())) {
-      follow_twin(*storage, StoragePtr::reclaim_copy(twin));
-    }
+    if (pair.quartz->has_storage()) follow_resized_twin(*pair.quartz->storage().unsafeGetStorageImpl());
   }
 }
 

@@ -58,11 +58,7 @@ at::Tensor CompiledCall::keep_native(const at::Tensor& output) const {
 void CompiledCall::follow_resized_inputs() const {
   for (const auto& known : known_) {
     auto storage = known.storage.lock();
-    if (!storage) continue;
-    auto* twin = twin_of(*storage);
-    if (twin == known.native && (storage->data() != twin->data() || storage->nbytes() != twin->nbytes())) {
-      follow_twin(*storage, StoragePtr::reclaim_copy(twin));
-    }
+    if (storage && twin_of(*storage) == known.native) follow_resized_twin(*storage);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/TensorFactories.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "aten/alias.h"
 #include "aten/own_kernel.h"
@@ -9,19 +10,6 @@
 
 namespace quartz {
 namespace {
-
-// The allocator allocates on the current device.
-class OnDevice {
- public:
-  explicit OnDevice(std::optional<c10::Device> device)
-      : previous_(exchange_device(device ? device->index() : c10::DeviceIndex(-1))) {}
-  ~OnDevice() { exchange_device(previous_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  c10::DeviceIndex previous_;
-};
 
 void check_not_pinned(const char* op, std::optional<bool> pin_memory) {
   TORCH_CHECK(!pin_memory.value_or(false), op,
@@ -48,7 +36,7 @@ at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std:
   TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == c10::kStrided, "quartz: empty: expected a strided layout, got ",
                               *layout);
   check_not_pinned("empty", pin_memory);
-  const OnDevice on_device(device);
+  const c10::OptionalDeviceGuard guard(device);  // the allocator allocates on the current device
   return finish(at::detail::empty_generic(size, &allocator(), kDense, c10::dtype_or_default(dtype), memory_format));
 }
 
@@ -58,7 +46,7 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
   TORCH_CHECK_NOT_IMPLEMENTED(!layout || *layout == c10::kStrided,
                               "quartz: empty_strided: expected a strided layout, got ", *layout);
   check_not_pinned("empty_strided", pin_memory);
-  const OnDevice on_device(device);
+  const c10::OptionalDeviceGuard guard(device);  // the allocator allocates on the current device
   return finish(at::detail::empty_strided_generic(size, stride, &allocator(), kDense, c10::dtype_or_default(dtype)));
 }
 

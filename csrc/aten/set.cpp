@@ -1,5 +1,6 @@
 // set_: a tensor takes over another storage, and the question whether two tensors may exchange their implementation.
 #include <ATen/EmptyTensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "aten/alias.h"
 #include "aten/own_kernel.h"
@@ -39,9 +40,8 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
 }
 
 at::Tensor& set_nothing(at::Tensor& self) {
-  const auto previous = exchange_device(self.device().index());
+  const c10::DeviceGuard guard(self.device());
   c10::Storage empty(c10::Storage::use_byte_size_t(), 0, &allocator(), /*resizable=*/true);
-  exchange_device(previous);
   return set_storage(self, std::move(empty), 0, {0}, {});
 }
 

@@ -1,5 +1,6 @@
 #include "runtime/allocator.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <array>
 #include <atomic>
@@ -197,16 +198,21 @@ void resize_storage(c10::StorageImpl& storage, std::size_t nbytes) {
   auto* twin = twin_of(storage);
   TORCH_CHECK(twin != nullptr && storage.resizable(), "Trying to resize storage that is not resizable");
   const auto device = storage.device().index();
-  const auto previous = exchange_device(device);
+  const c10::DeviceGuard guard(storage.device());
   try {
     substrate().resize_bytes(*twin, nbytes);
   } catch (const c10::Error& error) {
-    exchange_device(previous);
     translate_out_of_memory(error, device);
     throw;
   }
-  exchange_device(previous);
   follow_twin(storage, StoragePtr::reclaim_copy(twin));
+}
+
+void follow_resized_twin(c10::StorageImpl& storage) {
+  auto* twin = twin_of(storage);
+  if (twin != nullptr && (storage.data() != twin->data() || storage.nbytes() != twin->nbytes())) {
+    follow_twin(storage, StoragePtr::reclaim_copy(twin));
+  }
 }
 
 void throw_out_of_memory(c10::DeviceIndex device, const std::string& asked) {

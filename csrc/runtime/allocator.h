@@ -37,6 +37,8 @@ void resize_storage(c10::StorageImpl& storage, std::size_t nbytes);
 
 // After a native kernel has resized the twin: pointer, size and statistics of the quartz storage follow.
 void follow_twin(c10::StorageImpl& storage, StoragePtr twin);
+// The same with the twin it has, where that was resized.
+void follow_resized_twin(c10::StorageImpl& storage);
 
 // Throws torch.OutOfMemoryError: what was asked, the device, what is allocated, reserved and free.
 [[noreturn]] QUARTZ_API void throw_out_of_memory(c10::DeviceIndex device, const std::string& asked);

@@ -5,9 +5,12 @@ a name it does not know it accumulates in the dtype of the input, so that a bflo
 than the same loss on the CPU or on CUDA.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from torch_quartz.device.native import native_device
+from torch_quartz.integrations.replacements import Replacements
 
 PATCHES = (
     {
@@ -16,28 +19,25 @@ PATCHES = (
     },
 )
 
-_original = None
+_changes = Replacements()
 
 
 def install() -> None:
     """Let PyTorch choose for the native device where it would choose for quartz."""
-    global _original
     options = getattr(torch.nn, "LinearCrossEntropyOptions", None)
-    if options is None:  # before torch 2.13
-        return
-    original = _original = options._adjust
+    if options is not None:  # since torch 2.13
+        _changes.attribute(options, "_adjust", _for_native_device)
 
+
+def undo() -> None:
+    """Put PyTorch's own method back."""
+    _changes.undo()
+
+
+def _for_native_device(original: Callable) -> Callable:
     def _adjust(self, num_batches, in_features, num_classes, dtype, device=None):
         if device is not None and device.type == "quartz":
             device = native_device(device)
         return original(self, num_batches, in_features, num_classes, dtype, device)
 
-    options._adjust = _adjust
-
-
-def undo() -> None:
-    """Put PyTorch's own method back."""
-    global _original
-    if _original is not None:
-        torch.nn.LinearCrossEntropyOptions._adjust = _original
-        _original = None
+    return _adjust

@@ -7,6 +7,9 @@ machine without an accelerator.
 """
 
 import importlib
+from collections.abc import Callable
+
+from torch_quartz.integrations.replacements import Replacements
 
 # torch.nn.parallel exports a function of the same name, which hides the module from `from ... import`.
 data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
@@ -18,23 +21,22 @@ PATCHES = (
     },
 )
 
-_original = None
+_changes = Replacements()
 
 
 def install() -> None:
     """Let ``DataParallel`` see no accelerator where PyTorch would answer quartz."""
-    global _original
-    original = _original = data_parallel._get_available_device_type
-
-    def _get_available_device_type():
-        device_type = original()
-        return None if device_type == "quartz" else device_type
-
-    data_parallel._get_available_device_type = _get_available_device_type
+    _changes.attribute(data_parallel, "_get_available_device_type", _without_quartz)
 
 
 def undo() -> None:
     """Put PyTorch's own function back."""
-    global _original
-    data_parallel._get_available_device_type = _original
-    _original = None
+    _changes.undo()
+
+
+def _without_quartz(original: Callable) -> Callable:
+    def _get_available_device_type():
+        device_type = original()
+        return None if device_type == "quartz" else device_type
+
+    return _get_available_device_type

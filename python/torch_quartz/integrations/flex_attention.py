@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable
 from types import ModuleType
 
-from torch_quartz.integrations.import_hooks import on_import
+from torch_quartz.integrations.replacements import Replacements
 
 PATCHES = [
     {
@@ -17,33 +17,26 @@ PATCHES = [
     }
 ]
 
-_hook = None
-_patched: tuple[ModuleType, Callable] | None = None
+_changes = Replacements()
 
 
 def install() -> None:
     """Wrap the check of the device, now if FlexAttention is imported, else when it is."""
-    global _hook
-    _hook = on_import("torch.nn.attention.flex_attention", _patch)
+    _changes.when_imported("torch.nn.attention.flex_attention", _patch)
 
 
 def undo() -> None:
     """Put PyTorch's own check back."""
-    global _hook, _patched
-    if _hook is not None:
-        _hook.remove()
-        _hook = None
-    if _patched is not None:
-        module, original = _patched
-        module._validate_device = original
-        _patched = None
+    _changes.undo()
 
 
 def _patch(module: ModuleType) -> None:
-    global _patched
+    _changes.attribute(module, "_validate_device", _checked_as_native)
+
+
+def _checked_as_native(original: Callable) -> Callable:
     from torch_quartz import _C
 
-    original = module._validate_device
     forward_only = _C.substrate() == "host"
 
     @functools.wraps(original)
@@ -56,5 +49,4 @@ def _patch(module: ModuleType) -> None:
                 "set requires_grad of the inputs to False or use a GPU"
             )
 
-    module._validate_device = _validate_device
-    _patched = (module, original)
+    return _validate_device

@@ -30,7 +30,7 @@ from types import ModuleType
 
 import torch
 
-from torch_quartz.integrations.import_hooks import on_import
+from torch_quartz.integrations.replacements import Replacements
 
 PATCHES = [
     {
@@ -39,33 +39,26 @@ PATCHES = [
     }
 ]
 
-_hook = None
-_patched: tuple[ModuleType, Callable] | None = None
+_changes = Replacements()
 _warned: set[str] = set()
 _generators_lock = threading.RLock()
 
 
 def install() -> None:
     """Wrap ``compile_fx``, now if Inductor is imported, else when it is."""
-    global _hook
-    _hook = on_import("torch._inductor.compile_fx", _patch)
+    _changes.when_imported("torch._inductor.compile_fx", _patch)
 
 
 def undo() -> None:
     """Put PyTorch's ``compile_fx`` back."""
-    global _hook, _patched
-    if _hook is not None:
-        _hook.remove()
-        _hook = None
-    if _patched is not None:
-        module, original = _patched
-        module.compile_fx = original
-        _patched = None
+    _changes.undo()
 
 
 def _patch(module: ModuleType) -> None:
-    global _patched
-    original = module.compile_fx
+    _changes.attribute(module, "compile_fx", functools.partial(_moving_to_native, module))
+
+
+def _moving_to_native(module: ModuleType, original: Callable) -> Callable:
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -86,8 +79,7 @@ def _patch(module: ModuleType) -> None:
         with _without_autograd_cache():
             return original(*bound.args, **bound.kwargs)
 
-    module.compile_fx = compile_fx
-    _patched = (module, original)
+    return compile_fx
 
 
 def _native_compiler(inner: Callable) -> Callable:

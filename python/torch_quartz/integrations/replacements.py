@@ -65,17 +65,17 @@ class Replacements:
         _exchange(name, original, replacement)
         self._undo.append(lambda: _exchange(name, replacement, original))
 
-    def attribute(self, owner: type, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute that a class itself defines (a method, property or other descriptor).
+    def attribute(self, owner: type | ModuleType, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute that a class or module itself defines, in that one place.
 
         Parameters
         ----------
-        owner : type
-            The class.
+        owner : type or module
+            The class or the module.
         name : str
             Name of the attribute.
         make : callable
-            Gets the original descriptor, as it stands in the class, and returns the replacement.
+            Gets the original (of a class the descriptor, as it stands there) and returns the replacement.
         """
         original = vars(owner)[name]
         setattr(owner, name, make(original))
