@@ -5,6 +5,7 @@
 #include <deque>
 
 #include "runtime/allocator.h"
+#include "runtime/graph.h"
 #include "runtime/guard.h"
 #include "runtime/hooks.h"
 #include "runtime/substrate.h"
@@ -18,6 +19,7 @@ bool register_everything() {
   register_guard();
   register_allocator();
   register_hooks();
+  register_graphs();
 
   auto& aten = permanent_library("aten", c10::DispatchKey::PrivateUse1);
   register_factories(aten);

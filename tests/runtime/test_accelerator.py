@@ -73,9 +73,23 @@ def test_every_public_function_takes_quartz():
 @pytest.mark.host
 @pytest.mark.skipif(not hasattr(A, "Graph"), reason="torch.accelerator.Graph came with PyTorch 2.12")
 def test_graph_on_host_is_an_error():
-    with pytest.raises(RuntimeError), A.Graph():
-        torch.ones(2, device="quartz") + 1
+    with pytest.raises(RuntimeError, match="needs the cuda substrate"):
+        A.Graph()
     assert torch.ones(2, device="quartz").sum().item() == 2
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not hasattr(A, "Graph"), reason="torch.accelerator.Graph came with PyTorch 2.12")
+def test_graph_captures_and_replays(tmp_path):
+    x = torch.zeros(4, device="quartz")
+    graph = A.Graph(keep_graph=True, capture_error_mode="thread_local")
+    with torch.Stream("quartz"), graph:
+        y = x * 2 + 1
+    graph.debug_dump(str(tmp_path / "graph.dot"))
+    x.fill_(3)
+    graph.replay()
+    torch.quartz.synchronize()
+    assert y.tolist() == [7, 7, 7, 7] and "digraph" in (tmp_path / "graph.dot").read_text()
 
 
 def test_benchmark_timer():
