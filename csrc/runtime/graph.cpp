@@ -19,11 +19,11 @@ namespace {
 
 std::unique_ptr<at::GraphImplInterface> create_graph([[maybe_unused]] at::GraphImplArgs args) {
 #if QUARTZ_WITH_CUDA
-  if (substrate().is_cuda())
-    return create_cuda_graph(args);
+  if (substrate().is_cuda()) return create_cuda_graph(args);
 #endif
   TORCH_CHECK(
-      false, "torch.accelerator.Graph needs the cuda substrate on quartz: graphs are CUDA graphs, and this process runs ",
+      false,
+      "torch.accelerator.Graph needs the cuda substrate on quartz: graphs are CUDA graphs, and this process runs ",
       "on host");
 }
 
@@ -31,8 +31,8 @@ std::unique_ptr<at::GraphImplInterface> create_graph([[maybe_unused]] at::GraphI
 
 void register_graphs() {
   // The registry is keyed by the device's name, "QUARTZ" once it is renamed.
-  at::GraphImplRegistry()->Register(
-      c10::DeviceTypeName(kQuartz, /*lower_case=*/false), create_graph, "torch_quartz", c10::REGISTRY_DEFAULT);
+  at::GraphImplRegistry()->Register(c10::DeviceTypeName(kQuartz, /*lower_case=*/false), create_graph, "torch_quartz",
+                                    c10::REGISTRY_DEFAULT);
 }
 
 #else
