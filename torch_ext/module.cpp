@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "aten/alias.h"
+#include "aten/kernel_support.h"
 #include "aten/op_counts.h"
 #include "aten/registration.h"
 #include "runtime/generator.h"
@@ -94,6 +95,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("substrate_reason", [] { return quartz::substrate_reason(); });
   m.def("build_info", &build_info);
 
+  m.def("cpu_isa", &quartz::cpu_isa);
+  m.def("limit_cpu_isa", &quartz::limit_cpu_isa);
   m.def("device_count", [] { return static_cast<int>(quartz::device_count()); });
   m.def("current_device", [] {
     quartz::substrate().initialize();

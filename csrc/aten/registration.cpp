@@ -4,6 +4,8 @@
 
 #include <deque>
 
+#include "aten/kernel_support.h"
+#include "aten/operators.h"
 #include "runtime/allocator.h"
 #include "runtime/graph.h"
 #include "runtime/guard.h"
@@ -14,6 +16,7 @@ namespace quartz {
 namespace {
 
 bool register_everything() {
+  choose_cpu_isa();
   substrate();  // a wrong environment variable throws here, before anything is registered
   c10::register_privateuse1_backend("quartz");
   register_guard();
@@ -33,6 +36,7 @@ bool register_everything() {
     register_recurrent(aten);
     register_histogram(aten);
   }
+  register_operator_files();
   register_hot_operators(aten);
   register_direct();
   register_fallback();

@@ -28,6 +28,9 @@ Environment read_all() {
                       "'");
     env.host_devices = static_cast<int>(count);
   }
+  env.cpu_isa = read("TORCH_QUARTZ_CPU_ISA");
+  TORCH_CHECK_VALUE(!env.cpu_isa || *env.cpu_isa == "avx2" || *env.cpu_isa == "avx512" || *env.cpu_isa == "avx512_bf16",
+                    "quartz: TORCH_QUARTZ_CPU_ISA must be 'avx2', 'avx512' or 'avx512_bf16', got '", *env.cpu_isa, "'");
   return env;
 }
 

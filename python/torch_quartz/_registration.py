@@ -1,6 +1,7 @@
 """Register the device with PyTorch, once per process, in the order PyTorch needs."""
 
 import atexit
+import importlib
 import sys
 
 from torch_quartz import _load
@@ -26,6 +27,7 @@ def register() -> None:
         sys.modules[f"torch.quartz.{name}"] = sys.modules[f"torch_quartz.device.{name}"]
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     patches.install_all()
+    importlib.import_module("torch_quartz.ops")  # the fake kernels and the gradients of our operators
     atexit.register(_drain_autograd, _C.drain_autograd, device.is_initialized)
     _registered = True
 

@@ -45,6 +45,12 @@ VARIABLES = (
         "number of quartz devices on the host substrate, for multi-device tests",
     ),
     Variable(
+        "TORCH_QUARTZ_CPU_ISA",
+        "avx2, avx512, avx512_bf16; unset: the best the processor has",
+        "C++",
+        "at most this instruction set in the CPU kernels; the results have the same bits",
+    ),
+    Variable(
         "TORCH_QUARTZ_AUTOLOAD",
         "0, 1; unset: 1 where this PyTorch has no CUDA build, else 0",
         "Python",

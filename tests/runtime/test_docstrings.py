@@ -6,11 +6,11 @@ import inspect
 import pytest
 import torch
 import torch_quartz
-from torch_quartz import environment
+from torch_quartz import environment, ops, testing
 from torch_quartz.device import amp, nvtx
 from torch_quartz.integrations import import_hooks, patches
 
-MODULES = {"torch.quartz": torch.quartz, "torch.quartz.amp": amp, "torch.quartz.nvtx": nvtx}
+MODULES = {"torch.quartz": torch.quartz, "torch.quartz.amp": amp, "torch.quartz.nvtx": nvtx, "torch_quartz.ops": ops}
 PUBLIC = {
     f"{prefix}.{name}": getattr(module, name)
     for prefix, module in MODULES.items()
@@ -21,7 +21,7 @@ PUBLIC = {
 
 def examples(obj, name):
     finder = doctest.DocTestFinder(recurse=False, exclude_empty=True)
-    return [test for test in finder.find(obj, name, globs={"torch": torch}) if test.examples]
+    return [test for test in finder.find(obj, name, globs={"torch": torch, "torch_quartz": torch_quartz}) if test.examples]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -48,7 +48,7 @@ def test_examples_run(name):
     assert runner.failures == 0 if hasattr(runner, "failures") else runner.summarize(verbose=False).failed == 0
 
 
-@pytest.mark.parametrize("module", [import_hooks, patches, environment, torch_quartz], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [import_hooks, patches, environment, testing, torch_quartz], ids=lambda m: m.__name__)
 def test_other_examples_run(module):
     result = doctest.testmod(module)
     assert result.failed == 0

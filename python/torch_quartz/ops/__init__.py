@@ -1,0 +1,9 @@
+"""The operators of namespace ``quartz`` as Python functions: for quartz, CPU and CUDA tensors.
+
+Importing this package registers their fake kernels (for ``torch.compile`` and ``torch.export``) and their gradients.
+``docs/ops`` has a page for each.
+"""
+
+from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
+
+__all__ = ["add_rms_norm", "rms_norm"]
