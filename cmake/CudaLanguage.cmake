@@ -2,7 +2,8 @@
 set(CMAKE_CUDA_COMPILER "${QUARTZ_NVCC}")
 set(CMAKE_CUDA_ARCHITECTURES "${QUARTZ_CUDA_ARCHITECTURES}")
 set(CMAKE_CUDA_RUNTIME_LIBRARY None) # linked by path, see Cuda.cmake
-set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG")
+# No contraction of a * b + c: fused operations are written as such, so that host and CUDA round alike.
+set(CMAKE_CUDA_FLAGS_RELEASE "-O3 -DNDEBUG -fmad=false")
 if(QUARTZ_CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER "${QUARTZ_CCACHE}")
 endif()

@@ -1,4 +1,5 @@
-// Which instruction set the CPU kernels use. Every file in cpu/ is compiled once for each; the same bits come out of all.
+// Which instruction set the CPU kernels use. Every file in cpu/ is compiled once for each; the same bits come out of
+// all.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +22,15 @@ void limit_isa(Isa limit);
 // Declares a CPU kernel: `QUARTZ_CPU_KERNEL(void, rms_norm, (const RmsNorm& a, const Parallel& p), (a, p))` declares
 // cpu_avx2::rms_norm and cpu_avx512::rms_norm, which cpu/rms_norm.cpp defines, and cpu::rms_norm, which calls the right
 // one.
-#define QUARTZ_CPU_KERNEL(RESULT, NAME, PARAMETERS, ARGUMENTS)                                          \
-  namespace cpu_avx2 {                                                                                  \
-  RESULT NAME PARAMETERS;                                                                               \
-  }                                                                                                     \
-  namespace cpu_avx512 {                                                                                \
-  RESULT NAME PARAMETERS;                                                                               \
-  }                                                                                                     \
-  namespace cpu {                                                                                       \
-  inline RESULT NAME PARAMETERS {                                                                       \
-    return isa() == Isa::kAvx2 ? cpu_avx2::NAME ARGUMENTS : cpu_avx512::NAME ARGUMENTS;                 \
-  }                                                                                                     \
+#define QUARTZ_CPU_KERNEL(RESULT, NAME, PARAMETERS, ARGUMENTS)                          \
+  namespace cpu_avx2 {                                                                  \
+  RESULT NAME PARAMETERS;                                                               \
+  }                                                                                     \
+  namespace cpu_avx512 {                                                                \
+  RESULT NAME PARAMETERS;                                                               \
+  }                                                                                     \
+  namespace cpu {                                                                       \
+  inline RESULT NAME PARAMETERS {                                                       \
+    return isa() == Isa::kAvx2 ? cpu_avx2::NAME ARGUMENTS : cpu_avx512::NAME ARGUMENTS; \
+  }                                                                                     \
   }

@@ -66,7 +66,10 @@ def test_instruction_sets_agree(dtype, instruction_sets):
 
 
 def test_gradients():
-    x, weight = torch.randn(3, 10, device="quartz", requires_grad=True), torch.randn(10, device="quartz").requires_grad_()
+    x, weight = (
+        torch.randn(3, 10, device="quartz", requires_grad=True),
+        torch.randn(10, device="quartz").requires_grad_(),
+    )
     expected = torch.nn.functional.rms_norm(x, (10,), weight, 1e-6)
     cotangent = torch.randn_like(expected)
     want = torch.autograd.grad(expected, (x, weight), cotangent)
@@ -76,7 +79,9 @@ def test_gradients():
     y, total = ops.add_rms_norm(x, residual, weight, 1e-6)
     got = torch.autograd.grad((y * 2 + total).sum(), (x, residual, weight))
     z = x + residual
-    want = torch.autograd.grad((torch.nn.functional.rms_norm(z, (10,), weight, 1e-6) * 2 + z).sum(), (x, residual, weight))
+    want = torch.autograd.grad(
+        (torch.nn.functional.rms_norm(z, (10,), weight, 1e-6) * 2 + z).sum(), (x, residual, weight)
+    )
     torch.testing.assert_close(got, want)
 
 
@@ -91,7 +96,10 @@ def test_registrations():
     ("arguments", "message"),
     [
         ((torch.ones(2, 3), torch.ones(4)), "quartz::rms_norm: weight must have one element"),
-        ((torch.ones(2, 3, dtype=torch.int64), None), "quartz::rms_norm: x must be float32, float16 or bfloat16, got Long"),
+        (
+            (torch.ones(2, 3, dtype=torch.int64), None),
+            "quartz::rms_norm: x must be float32, float16 or bfloat16, got Long",
+        ),
         ((torch.tensor(1.0), None), "quartz::rms_norm: x must have at least one dimension"),
     ],
 )

@@ -21,7 +21,8 @@ PUBLIC = {
 
 def examples(obj, name):
     finder = doctest.DocTestFinder(recurse=False, exclude_empty=True)
-    return [test for test in finder.find(obj, name, globs={"torch": torch, "torch_quartz": torch_quartz}) if test.examples]
+    names = {"torch": torch, "torch_quartz": torch_quartz}
+    return [test for test in finder.find(obj, name, globs=names) if test.examples]
 
 
 @pytest.mark.parametrize("name", PUBLIC)
@@ -48,7 +49,10 @@ def test_examples_run(name):
     assert runner.failures == 0 if hasattr(runner, "failures") else runner.summarize(verbose=False).failed == 0
 
 
-@pytest.mark.parametrize("module", [import_hooks, patches, environment, testing, torch_quartz], ids=lambda m: m.__name__)
+OTHERS = [import_hooks, patches, environment, testing, torch_quartz]
+
+
+@pytest.mark.parametrize("module", OTHERS, ids=lambda m: m.__name__)
 def test_other_examples_run(module):
     result = doctest.testmod(module)
     assert result.failed == 0

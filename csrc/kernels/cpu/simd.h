@@ -55,13 +55,18 @@ QUARTZ_INLINE IVec add(IVec a, IVec b) { return _mm512_add_epi32(a, b); }
 QUARTZ_INLINE IVec sub(IVec a, IVec b) { return _mm512_sub_epi32(a, b); }
 QUARTZ_INLINE IVec bit_and(IVec a, IVec b) { return _mm512_and_si512(a, b); }
 template <int N>
-QUARTZ_INLINE IVec shift_left(IVec a) { return _mm512_slli_epi32(a, N); }
+QUARTZ_INLINE IVec shift_left(IVec a) {
+  return _mm512_slli_epi32(a, N);
+}
 template <int N>
-QUARTZ_INLINE IVec shift_right(IVec a) { return _mm512_srai_epi32(a, N); }
+QUARTZ_INLINE IVec shift_right(IVec a) {
+  return _mm512_srai_epi32(a, N);
+}
 QUARTZ_INLINE Vec to_float(IVec a) { return _mm512_cvtepi32_ps(a); }
 
 QUARTZ_INLINE Vec load(const BFloat16* p) {
-  return as_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+  return as_float(
+      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
 QUARTZ_INLINE Vec load(const BFloat16* p, Mask m) {
   return as_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(m, p)), 16));
@@ -72,14 +77,11 @@ QUARTZ_INLINE Vec load(const Float16* p) {
 QUARTZ_INLINE Vec load(const Float16* p, Mask m) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(m, p)); }
 QUARTZ_INLINE __m256i narrow_bf16(Vec a) {  // from_float<BFloat16>, lane by lane
   const IVec bits = as_int(a), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const IVec rounded =
-      _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
+  const IVec rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
   const IVec quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));
   return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, is_nan(a), quiet));
 }
-QUARTZ_INLINE void store(BFloat16* p, Vec a) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(a));
-}
+QUARTZ_INLINE void store(BFloat16* p, Vec a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_bf16(a)); }
 QUARTZ_INLINE void store(BFloat16* p, Vec a, Mask m) { _mm256_mask_storeu_epi16(p, m, narrow_bf16(a)); }
 QUARTZ_INLINE void store(Float16* p, Vec a) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
@@ -124,9 +126,13 @@ QUARTZ_INLINE IVec add(IVec a, IVec b) { return _mm256_add_epi32(a, b); }
 QUARTZ_INLINE IVec sub(IVec a, IVec b) { return _mm256_sub_epi32(a, b); }
 QUARTZ_INLINE IVec bit_and(IVec a, IVec b) { return _mm256_and_si256(a, b); }
 template <int N>
-QUARTZ_INLINE IVec shift_left(IVec a) { return _mm256_slli_epi32(a, N); }
+QUARTZ_INLINE IVec shift_left(IVec a) {
+  return _mm256_slli_epi32(a, N);
+}
 template <int N>
-QUARTZ_INLINE IVec shift_right(IVec a) { return _mm256_srai_epi32(a, N); }
+QUARTZ_INLINE IVec shift_right(IVec a) {
+  return _mm256_srai_epi32(a, N);
+}
 QUARTZ_INLINE Vec to_float(IVec a) { return _mm256_cvtepi32_ps(a); }
 
 // The masked forms of 16-bit types go through a small buffer: AVX2 has no masked access to 16-bit lanes.
@@ -152,8 +158,7 @@ QUARTZ_INLINE Vec load(const Float16* p) {
 QUARTZ_INLINE Vec load(const Float16* p, Mask m) { return _mm256_cvtph_ps(load_16bit(p, m)); }
 QUARTZ_INLINE __m128i narrow_bf16(Vec a) {
   const IVec bits = as_int(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const IVec rounded =
-      _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
+  const IVec rounded = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
   const IVec quiet = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
   const IVec words = _mm256_blendv_epi8(rounded, quiet, as_int(is_nan(a)));
   return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -262,11 +267,11 @@ QUARTZ_INLINE Vec16 fma(const Vec16& a, const Vec16& b, const Vec16& c) {
   QUARTZ_PARTS r.part[i] = fma(a.part[i], b.part[i], c.part[i]);
   return r;
 }
-#define QUARTZ_VEC16_BINARY(NAME)                                       \
-  QUARTZ_INLINE Vec16 NAME(const Vec16& a, const Vec16& b) {            \
-    Vec16 r;                                                            \
-    QUARTZ_PARTS r.part[i] = NAME(a.part[i], b.part[i]);                \
-    return r;                                                           \
+#define QUARTZ_VEC16_BINARY(NAME)                            \
+  QUARTZ_INLINE Vec16 NAME(const Vec16& a, const Vec16& b) { \
+    Vec16 r;                                                 \
+    QUARTZ_PARTS r.part[i] = NAME(a.part[i], b.part[i]);     \
+    return r;                                                \
   }
 QUARTZ_VEC16_BINARY(add)
 QUARTZ_VEC16_BINARY(sub)

@@ -98,8 +98,10 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor | None, eps: float, offse
     grad_x = inverse * (scaled - wide * inverse.square() * (scaled * wide).mean(-1, keepdim=True))
     grad_weight = None
     if weight is not None and needed[1]:
-        grad_weight = (grad * wide * inverse).flatten(0, -2).sum(0).to(weight.dtype) if x.dim() > 1 else (
-            (grad * wide * inverse).to(weight.dtype)
+        grad_weight = (
+            (grad * wide * inverse).flatten(0, -2).sum(0).to(weight.dtype)
+            if x.dim() > 1
+            else ((grad * wide * inverse).to(weight.dtype))
         )
     return grad_x.to(x.dtype), grad_weight
 
