@@ -8,7 +8,7 @@ import sys as _sys
 
 from torch_quartz._version import __version__
 
-__all__ = ["__version__", "install_patches", "undo_patches"]
+__all__ = ["__version__", "determinism_report", "install_patches", "undo_patches"]
 
 
 def install_patches() -> None:
@@ -23,6 +23,14 @@ def undo_patches() -> None:
     from torch_quartz.integrations import patches
 
     patches.undo_all()
+
+
+def __getattr__(name: str):
+    if name == "determinism_report":  # loaded when it is asked for: importing the package stays quick
+        from torch_quartz.determinism import determinism_report
+
+        return determinism_report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 _registering = False
