@@ -12,19 +12,90 @@ import torch
 # Operators of the native device that move data, make it, or look at its shape: no arithmetic whose order could vary.
 _MOVES = frozenset(
     f"aten::{name}"
-    for name in (
-        "_copy_from _copy_from_and_resize _local_scalar_dense _reshape_alias _unsafe_view alias arange arange.start_out "
-        "as_strided cat clone constant_pad_nd copy_ detach diagonal embedding empty empty_like empty_strided expand "
-        "expand_as eye fill_ flip full gather index index_copy index_copy_ index_fill index_put_ _index_put_impl_ "
-        "index_select isin lift_fresh masked_scatter masked_select narrow new_empty new_zeros nonzero one_hot ones "
-        "permute repeat repeat_interleave reshape resize_ roll scatter scatter_ select slice slice_scatter split "
-        "split_with_sizes squeeze stack t take_along_dim tile transpose tril triu unbind unfold unsqueeze view zero_ "
-        "zeros _efficientzerotensor record_stream set_ bucketize searchsorted"
-    ).split()
+    for name in [
+        "_copy_from",
+        "_copy_from_and_resize",
+        "_local_scalar_dense",
+        "_reshape_alias",
+        "_unsafe_view",
+        "alias",
+        "arange",
+        "arange.start_out",
+        "as_strided",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy_",
+        "detach",
+        "diagonal",
+        "embedding",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "expand",
+        "expand_as",
+        "eye",
+        "fill_",
+        "flip",
+        "full",
+        "gather",
+        "index",
+        "index_copy",
+        "index_copy_",
+        "index_fill",
+        "index_put_",
+        "_index_put_impl_",
+        "index_select",
+        "isin",
+        "lift_fresh",
+        "masked_scatter",
+        "masked_select",
+        "narrow",
+        "new_empty",
+        "new_zeros",
+        "nonzero",
+        "one_hot",
+        "ones",
+        "permute",
+        "repeat",
+        "repeat_interleave",
+        "reshape",
+        "resize_",
+        "roll",
+        "scatter",
+        "scatter_",
+        "select",
+        "slice",
+        "slice_scatter",
+        "split",
+        "split_with_sizes",
+        "squeeze",
+        "stack",
+        "t",
+        "take_along_dim",
+        "tile",
+        "transpose",
+        "tril",
+        "triu",
+        "unbind",
+        "unfold",
+        "unsqueeze",
+        "view",
+        "zero_",
+        "zeros",
+        "_efficientzerotensor",
+        "record_stream",
+        "set_",
+        "bucketize",
+        "searchsorted",
+    ]
 )
 
 # Reductions whose result does not depend on the order: comparisons, integers, booleans.
-_EXACT = frozenset(f"aten::{name}" for name in "all any max min amax amin count_nonzero bincount histc equal".split())
+_EXACT = frozenset(
+    f"aten::{name}"
+    for name in ["all", "any", "max", "min", "amax", "amin", "count_nonzero", "bincount", "histc", "equal"]
+)
 
 
 @dataclass(frozen=True)
