@@ -1,0 +1,51 @@
+#include "kernels/cuda/matmul_prefill.cuh"
+
+#include "kernels/cuda/matmul_kernels.h"
+
+namespace quartz::kernels::cuda {
+namespace {
+
+// The width with the least waves x (width + 24): 24 stands for what a tile costs besides its products.
+int best_width(const Matmul& a, std::initializer_list<int> widths) {
+  const int64_t blocks = multiprocessors();
+  int64_t least = INT64_MAX;
+  int best = 0;
+  for (const int width : widths) {
+    const int64_t tiles = (a.m + 127) / 128 * ((a.n + width - 1) / width) * a.batch;
+    const int64_t cost = (tiles + blocks - 1) / blocks * (width + 24);
+    if (cost < least) {
+      least = cost;
+      best = width;
+    }
+  }
+  return best;
+}
+
+template <class T>
+void k_major(const Matmul& a) {
+  switch (best_width(a, {64, 96, 128, 160, 192, 224, 256})) {
+    case 64:
+      return run_prefill<PrefillTile<T, 64, 8>>(a);
+    case 96:
+      return run_prefill<PrefillTile<T, 96, 6>>(a);
+    case 128:
+      return run_prefill<PrefillTile<T, 128, 6>>(a);
+    case 160:
+      return run_prefill<PrefillTile<T, 160, 5>>(a);
+    case 192:
+      return run_prefill<PrefillTile<T, 192, 4>>(a);
+    case 224:
+      return run_prefill<PrefillTile<T, 224, 4>>(a);
+    default:
+      return run_prefill<PrefillTile<T, 256, 4>>(a);
+  }
+}
+
+}  // namespace
+
+void matmul_prefill(const Matmul& a) {
+  if (a.dtype == DType::kBFloat16) return k_major<BFloat16>(a);
+  k_major<Float16>(a);
+}
+
+}  // namespace quartz::kernels::cuda
