@@ -4,7 +4,39 @@ Importing this package registers their fake kernels (for ``torch.compile`` and `
 ``docs/ops`` has a page for each.
 """
 
+from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, silu_and_mul
+from torch_quartz.ops.layer_norm import layer_norm
 from torch_quartz.ops.moe_topk import moe_topk
+from torch_quartz.ops.quantize import (
+    dequantize_fp8,
+    dequantize_mxfp4,
+    dequantize_nvfp4,
+    quantize_fp8,
+    quantize_mxfp4,
+    quantize_nvfp4,
+)
 from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
+from torch_quartz.ops.rotary import rotary, rotary_qk
+from torch_quartz.ops.sample import SampleResult, count_tokens, sample, token_bits
 
-__all__ = ["add_rms_norm", "moe_topk", "rms_norm"]
+__all__ = [
+    "SampleResult",
+    "add_rms_norm",
+    "count_tokens",
+    "dequantize_fp8",
+    "dequantize_mxfp4",
+    "dequantize_nvfp4",
+    "gated_activation",
+    "gelu_and_mul",
+    "layer_norm",
+    "moe_topk",
+    "quantize_fp8",
+    "quantize_mxfp4",
+    "quantize_nvfp4",
+    "rms_norm",
+    "rotary",
+    "rotary_qk",
+    "sample",
+    "silu_and_mul",
+    "token_bits",
+]

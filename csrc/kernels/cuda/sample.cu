@@ -1,0 +1,521 @@
+// One launch a call. A cluster of blocks holds a row in shared memory, each block a slice of ids in ascending order, so
+// the logits are read once, and once more if logprobs of processed logits are wanted. Truncation is a radix selection:
+// a histogram of 1024 bins over the distance from the largest logit, then over the bits of the values in the bin where
+// the limit lies, then over ids where equal values are cut. Counts and masses are integers: atomics on them have no
+// order.
+#include <cooperative_groups.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "kernels/sample.h"
+
+namespace quartz::kernels::cuda {
+namespace {
+
+namespace cg = cooperative_groups;
+
+constexpr int kThreads = 512, kWarps = kThreads / 32, kBins = 1024, kBinBits = 10, kMaxCluster = 16, kVector = 4;
+static_assert(kBins == 2 * kThreads);
+
+struct Crossing {
+  int bin;  // -1: the limit is not reached
+  uint64_t before, weight, total;
+};
+
+struct Shared {
+  uint32_t low[kBins], high[kBins];  // 64-bit sums in two words
+  uint64_t exchange[2][3][kMaxCluster], partial[3][kWarps];
+  uint64_t listed[kMaxTopLogprobs];
+  uint32_t listed_count;
+  Crossing crossing;
+};
+
+template <class T>
+struct alignas(kVector * sizeof(T)) Four {
+  T value[kVector];
+};
+
+// Out of line: rare, and the loops would be repeated at every use.
+__device__ __noinline__ float value_of(const Sample& a, int64_t row, int64_t id, bool raw) {
+  const int64_t at = row * a.stride + id;
+  const float x = a.dtype == DType::kFloat32   ? static_cast<const float*>(a.logits)[at]
+                  : a.dtype == DType::kFloat16 ? to_float(static_cast<const Float16*>(a.logits)[at])
+                                               : to_float(static_cast<const BFloat16*>(a.logits)[at]);
+  return raw ? sanitized(x) : RowInputs(a, row).value(x, id);
+}
+
+// A row of logits in the shared memory of a cluster. All threads of the cluster call every function together.
+class Row {
+ public:
+  __device__ Row(const Sample& a, Shared& shared, float* values, int slice, int cached)
+      : cluster_(cg::this_cluster()),
+        a_(a),
+        shared_(shared),
+        values_(values),
+        blocks_(static_cast<int>(cluster_.num_blocks())),
+        rank_(static_cast<int>(cluster_.block_rank())),
+        row(blockIdx.x / blocks_),
+        vocabulary_(static_cast<int>(a.vocabulary)),
+        begin_(rank_ * slice),
+        length_(slice),
+        cached_(cached) {
+    cluster_.barrier_arrive();
+  }
+
+  // Fills the slice (steps 1 to 4, or step 1 alone) and finds the largest value with its lowest id.
+  __device__ void load(bool raw) {
+    raw_ = raw;
+    Extremes extremes;
+    switch (a_.dtype) {
+      case DType::kFloat32:
+        fill<float>(extremes);
+        break;
+      case DType::kFloat16:
+        fill<Float16>(extremes);
+        break;
+      default:
+        fill<BFloat16>(extremes);
+    }
+    if (!raw && has_sparse(a_)) {  // entries are recomputed as a whole, so the order of equal ids does not matter
+      __syncthreads();
+      for (int64_t i = threadIdx.x; i < a_.bias_width + a_.pending_width; i += kThreads) {
+        const int64_t id = i < a_.bias_width ? a_.bias_ids[row * a_.bias_width + i]
+                                             : a_.pending[row * a_.pending_width + i - a_.bias_width];
+        if (id < begin_ || id >= vocabulary_ || id >= begin_ + cached_) continue;
+        values_[id - begin_] = value_of(a_, row, id, false);
+      }
+      __syncthreads();
+      extremes = {};
+      for_each([&](int id, float x) { extremes.add(x, id); });
+    }
+    if (!started_) cluster_.barrier_wait();  // the other blocks' memory exists
+    started_ = true;
+    uint64_t found[3];
+    found[0] = extremes.key();
+    found[1] = ~uint64_t{order_of(extremes.value)};
+    uint64_t of_warp = order_of(extremes.value);
+    for (int offset = 16; offset > 0; offset /= 2) {
+      of_warp = max(of_warp, static_cast<uint64_t>(__shfl_xor_sync(~0u, of_warp, offset)));
+    }
+    found[2] = ~of_warp;
+    cluster_max(found);
+    largest = float_of_order(static_cast<uint32_t>(found[0] >> 32));
+    largest_id = ~static_cast<uint32_t>(found[0]);
+    if (largest == kMinusInfinity) largest_id = 0;
+    least_of_threads_ = float_of_order(static_cast<uint32_t>(~found[1]));
+    least_of_warps_ = float_of_order(static_cast<uint32_t>(~found[2]));
+  }
+
+  // Calls visit(id, x) for the elements of this thread, in ascending order.
+  template <class Visit>
+  __device__ void for_each(const Visit& visit) const {
+    for_each_four([&](int id, const float(&x)[kVector]) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) visit(id + j, x[j]);
+    });
+  }
+  template <class Visit>
+  __device__ void for_each_four(const Visit& visit) const {
+    for (int i = threadIdx.x * kVector; i < length_; i += kThreads * kVector) {
+      float x[kVector];
+      if (i < cached_) {
+        const float4 four = *reinterpret_cast<const float4*>(values_ + i);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+      } else {  // a vocabulary that the cluster's memory cannot hold
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int id = begin_ + i + j;
+          x[j] = id < vocabulary_ ? value_of(a_, row, id, raw_) : kMinusInfinity;
+        }
+      }
+      visit(begin_ + i, x);
+    }
+  }
+
+  // Keeps the first `count` of the tokens that `cut` keeps.
+  __device__ Cut first(Cut cut, int64_t count) {
+    // A bound below the tokens looked for: as many warps (threads) have a value at least as large.
+    float low = -kLargest;
+    if (count <= kThreads * blocks_) low = fmaxf(low, least_of_threads_);
+    if (count <= kWarps * blocks_) low = fmaxf(low, least_of_warps_);
+    return select(
+        cut, fmaxf(low, cut.value), [](float) { return uint64_t{1}; }, [&](uint64_t) { return uint64_t(count); });
+  }
+  // Keeps the tokens before which less than top_p of the mass lies.
+  __device__ Cut nucleus(Cut cut, float top_p, float inverse_temperature) {
+    const float low = lowest_value(largest, inverse_temperature, kMasslessBelow);
+    return select(
+        cut, fmaxf(low, cut.value), [&](float x) { return mass_of(scaled(x, largest, inverse_temperature)); },
+        [&](uint64_t total) { return mass_limit(top_p, total); });
+  }
+  __device__ uint64_t mass(Cut cut, float inverse_temperature) {
+    uint64_t sum = 0;
+    for_each([&](int id, float x) {
+      const float z = scaled(x, largest, inverse_temperature);
+      if (z >= kMasslessBelow && cut.keeps(x, id)) sum += mass_of(z);
+    });
+    return cluster_sum(sum);
+  }
+
+  // The token with the largest z + noise among those kept.
+  __device__ int64_t draw(Cut cut, float inverse_temperature, const TokenNoise& noise) {
+    float best = noise.gumbel(largest_id);
+    uint32_t best_id = largest_id;
+    for_each_four([&](int id, const float(&x)[kVector]) {
+      const float top = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
+      if (!cut.keeps(top, 0) || scaled(top, largest, inverse_temperature) + 39.0f < best) return;
+      const PhiloxWords words = noise.words(static_cast<uint32_t>(id) / kVector);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const float z = scaled(x[j], largest, inverse_temperature);
+        if (z + TokenNoise::gumbel_bound(words.word[j]) < best || !cut.keeps(x[j], id + j)) continue;
+        const float score = z + noise.gumbel(id + j, words.word[j]);
+        if (score > best || (score == best && static_cast<uint32_t>(id + j) < best_id)) {
+          best = score;
+          best_id = id + j;
+        }
+      }
+    });
+    uint64_t found[1] = {uint64_t{order_of(best)} << 32 | (~best_id & 0xffffffffu)};
+    cluster_max(found);
+    return ~static_cast<uint32_t>(found[0]);
+  }
+
+  // Writes the tokens kept, at most `count`, in their order, with x - largest - log_sum.
+  __device__ void list(Cut cut, int64_t count, float log_sum, int64_t* ids, float* logprobs) {
+    if (threadIdx.x == 0) shared_.listed_count = 0;
+    cluster_.sync();
+    Shared* leader = cluster_.map_shared_rank(&shared_, 0);
+    for_each([&](int id, float x) {
+      if (!cut.keeps(x, id)) return;
+      leader->listed[atomicAdd(&leader->listed_count, 1u)] = uint64_t{order_of(x)} << 32 | (~static_cast<uint32_t>(id));
+    });
+    cluster_.sync();
+    if (rank_ != 0) return;
+    const int found = static_cast<int>(shared_.listed_count);
+    for (int i = threadIdx.x; i < count; i += kThreads) {
+      if (i >= found) {
+        ids[i] = -1;
+        logprobs[i] = kMinusInfinity;
+        continue;
+      }
+      const uint64_t key = shared_.listed[i];
+      int place = 0;
+      for (int j = 0; j < found; ++j) place += shared_.listed[j] > key;
+      ids[place] = ~static_cast<uint32_t>(key);
+      logprobs[place] = float_of_order(static_cast<uint32_t>(key >> 32)) - largest - log_sum;
+    }
+  }
+
+  __device__ bool leads() const { return rank_ == 0 && threadIdx.x == 0; }
+  // A block's memory must outlive the accesses of the others.
+  __device__ void leave() { cluster_.sync(); }
+
+ private:
+  cg::cluster_group cluster_;
+  const Sample& a_;
+  Shared& shared_;
+  float* values_;
+  int blocks_, rank_;
+
+ public:
+  const int64_t row;
+  float largest = kMinusInfinity;
+  uint32_t largest_id = 0;
+
+ private:
+  int vocabulary_, begin_, length_, cached_, parity_ = 0;
+  float least_of_threads_ = kMinusInfinity, least_of_warps_ = kMinusInfinity;
+  bool raw_ = false, started_ = false;
+
+  struct Extremes {
+    float value = kMinusInfinity;
+    uint32_t id = 0;
+    __device__ void add(float x, int token) {
+      if (x > value) {
+        value = x;
+        id = token;
+      }
+    }
+    __device__ uint64_t key() const { return uint64_t{order_of(value)} << 32 | (~id & 0xffffffffu); }
+  };
+
+  template <class T>
+  __device__ void fill(Extremes& extremes) {
+    const T* logits = static_cast<const T*>(a_.logits) + row * a_.stride;
+    const bool dense = !raw_ && has_dense(a_);
+    RowInputs inputs;
+    if (dense) inputs = RowInputs(a_, row);
+    const bool aligned = reinterpret_cast<uintptr_t>(logits) % (kVector * sizeof(T)) == 0;
+    constexpr int kBatch = 4, kStep = kThreads * kVector;
+    for (int base = threadIdx.x * kVector; base < length_; base += kBatch * kStep) {
+      Four<T> loaded[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = base + b * kStep, id = begin_ + i;
+        if (i >= length_) continue;
+        if (aligned && id + kVector <= vocabulary_) {
+          loaded[b] = *reinterpret_cast<const Four<T>*>(logits + id);
+        } else {
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) {
+            loaded[b].value[j] = id + j < vocabulary_ ? logits[id + j] : from_float<T>(kMinusInfinity);
+          }
+        }
+      }
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = base + b * kStep;
+        if (i >= length_) continue;
+        float x[kVector];
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) x[j] = sanitized(to_float(loaded[b].value[j]));
+        if (dense) {
+#pragma unroll 1
+          for (int j = 0; j < kVector; ++j) {
+            if (begin_ + i + j < vocabulary_) x[j] = inputs.dense_value(x[j], begin_ + i + j);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) extremes.add(x[j], begin_ + i + j);
+        if (i < cached_) *reinterpret_cast<float4*>(values_ + i) = make_float4(x[0], x[1], x[2], x[3]);
+      }
+    }
+  }
+
+  template <bool kSum, int N>
+  __device__ void cluster_reduce(uint64_t (&value)[N]) {
+    const auto combine = [](uint64_t a, uint64_t b) { return kSum ? a + b : max(a, b); };
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      for (int offset = 16; offset > 0; offset /= 2) {
+        value[n] = combine(value[n], __shfl_xor_sync(~0u, value[n], offset));
+      }
+      if (lane == 0) shared_.partial[n][warp] = value[n];
+    }
+    __syncthreads();
+    if (warp == 0) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        uint64_t v = shared_.partial[n][lane % kWarps];
+        for (int offset = kWarps / 2; offset > 0; offset /= 2) v = combine(v, __shfl_xor_sync(~0u, v, offset));
+        if (lane < blocks_) cluster_.map_shared_rank(&shared_, lane)->exchange[parity_][n][rank_] = v;
+      }
+    }
+    cluster_.sync();
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      value[n] = shared_.exchange[parity_][n][0];
+      for (int block = 1; block < blocks_; ++block) value[n] = combine(value[n], shared_.exchange[parity_][n][block]);
+    }
+    parity_ ^= 1;  // the next but one reduction overwrites: the one between separates it from these reads
+  }
+  template <int N>
+  __device__ void cluster_max(uint64_t (&value)[N]) {
+    cluster_reduce<false>(value);
+  }
+  __device__ uint64_t cluster_sum(uint64_t value) {
+    uint64_t values[1] = {value};
+    cluster_reduce<true>(values);
+    return values[0];
+  }
+
+  __device__ void clear_bins() {
+    for (int i = threadIdx.x; i < kBins; i += kThreads) shared_.low[i] = shared_.high[i] = 0;
+    __syncthreads();
+    if (threadIdx.x == 0) shared_.crossing = {-1, 0, 0, 0};
+  }
+  __device__ void add_to_bin(uint32_t bin, uint64_t weight) {
+    const auto low = static_cast<uint32_t>(weight);
+    const uint32_t old = atomicAdd(&shared_.low[bin], low);
+    const uint32_t high = static_cast<uint32_t>(weight >> 32) + (old + low < old);
+    if (high != 0) atomicAdd(&shared_.high[bin], high);
+  }
+  // The bin in which the sum over bins, starting with `before`, reaches limit(total).
+  template <class Limit>
+  __device__ Crossing crossing(uint64_t before, const Limit& limit) {
+    cluster_.sync();
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, bin = 2 * threadIdx.x;
+    uint64_t own[2] = {0, 0};
+    for (int block = 0; block < blocks_; ++block) {
+      const Shared* other = cluster_.map_shared_rank(&shared_, block);
+      const uint2 low = *reinterpret_cast<const uint2*>(&other->low[bin]);
+      const uint2 high = *reinterpret_cast<const uint2*>(&other->high[bin]);
+      own[0] += uint64_t{high.x} << 32 | low.x;
+      own[1] += uint64_t{high.y} << 32 | low.y;
+    }
+    uint64_t sum = own[0] + own[1];
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const uint64_t left = __shfl_up_sync(~0u, sum, offset);
+      if (lane >= offset) sum += left;
+    }
+    if (lane == 31) shared_.partial[0][warp] = sum;
+    __syncthreads();
+    uint64_t total = 0, start = before + sum - own[0] - own[1];
+    for (int w = 0; w < kWarps; ++w) {
+      total += shared_.partial[0][w];
+      if (w < warp) start += shared_.partial[0][w];
+    }
+    const uint64_t wanted = limit(total);
+    for (int half = 0; half < 2; ++half) {
+      if (start < wanted && wanted <= start + own[half]) shared_.crossing = {bin + half, start, own[half], total};
+      start += own[half];
+    }
+    cluster_.sync();
+    return shared_.crossing;
+  }
+
+  // The cut after the first token, in order, at which the sum of weights reaches limit(sum of all). Tokens below `low`
+  // weigh nothing, or the limit is reached before them.
+  template <class Weight, class Limit>
+  __device__ Cut select(Cut cut, float low, const Weight& weight, const Limit& limit) {
+    const float range = largest - low;
+    const float scale = range > 0.0f && range <= kLargest ? fminf(kBins / range, 1e30f) : 0.0f;
+    const auto bin_of = [&](float x) { return min(static_cast<int>((largest - x) * scale), kBins - 1); };
+    uint64_t wanted = 0;
+    clear_bins();
+    for_each([&](int id, float x) {
+      if (x >= low && cut.keeps(x, id)) add_to_bin(bin_of(x), weight(x));
+    });
+    Crossing at = crossing(0, [&](uint64_t total) { return wanted = limit(total); });
+    if (at.bin < 0) return cut;
+    const auto same = [&](uint64_t) { return wanted; };
+
+    uint64_t ends[2] = {0, 0};  // the largest and the inverted smallest value in the bin
+    for_each([&](int id, float x) {
+      if (x < low || !cut.keeps(x, id) || bin_of(x) != at.bin) return;
+      ends[0] = max(ends[0], uint64_t{order_of(x)});
+      ends[1] = max(ends[1], uint64_t{~order_of(x)});
+    });
+    cluster_max(ends);
+    uint32_t upper = static_cast<uint32_t>(ends[0]), lower = ~static_cast<uint32_t>(ends[1]);
+    while (upper > lower) {
+      const int shift = max(0, 32 - __clz(upper - lower) - kBinBits);
+      clear_bins();
+      for_each([&](int id, float x) {
+        const uint32_t order = order_of(x);
+        if (order >= lower && order <= upper && cut.keeps(x, id)) add_to_bin((upper - order) >> shift, weight(x));
+      });
+      at = crossing(at.before, same);
+      upper -= static_cast<uint32_t>(at.bin) << shift;
+      const uint32_t width = (1u << shift) - 1;
+      if (upper - lower > width) lower = upper - width;
+    }
+
+    const float value = float_of_order(upper);
+    const uint64_t each = weight(value), needed = (wanted - at.before + each - 1) / each;
+    if (needed * each == at.weight) return {value, value == cut.value ? cut.id : 0xffffffffu};
+    uint32_t first_id = 0, last_id = vocabulary_ - 1;
+    uint64_t before = 0;
+    while (last_id > first_id) {
+      const int shift = max(0, 32 - __clz(last_id - first_id) - kBinBits);
+      clear_bins();
+      for_each([&](int id, float x) {
+        const auto token = static_cast<uint32_t>(id);
+        if (x == value && token >= first_id && token <= last_id && cut.keeps(x, id)) {
+          add_to_bin((token - first_id) >> shift, 1);
+        }
+      });
+      at = crossing(before, [&](uint64_t) { return needed; });
+      before = at.before;
+      first_id += static_cast<uint32_t>(at.bin) << shift;
+      last_id = min(last_id, first_id + (1u << shift) - 1);
+    }
+    return {value, first_id};
+  }
+};
+
+__global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_constant__ Sample a, int slice, int cached) {
+  extern __shared__ float4 values[];
+  __shared__ Shared shared;
+  Row row(a, shared, reinterpret_cast<float*>(values), slice, cached);
+  const int64_t r = row.row;
+  row.load(false);
+  int64_t token = -1;
+  if (row.largest > kMinusInfinity) {
+    const RowRules rules(a, r);
+    Cut cut;
+    token = row.largest_id;
+    if (!rules.greedy) {
+      if (rules.lowest_z > kMinusInfinity) {
+        cut.value = lowest_value(row.largest, rules.inverse_temperature, rules.lowest_z);
+      }
+      if (rules.top_k == 1) {
+        cut = {row.largest, row.largest_id};
+      } else if (rules.top_k > 0) {
+        cut = row.first(cut, rules.top_k);
+      }
+      if (rules.top_p < 1.0f) cut = row.nucleus(cut, rules.top_p, rules.inverse_temperature);
+      const TokenNoise noise(a.seeds != nullptr ? a.seeds[r] : 0, a.positions != nullptr ? a.positions[r] : 0,
+                             a.samples != nullptr ? a.samples[r] : 0);
+      token = row.draw(cut, rules.inverse_temperature, noise);
+    }
+    if (a.logprobs != nullptr) {
+      const float log_sum = log_of_mass(row.mass(cut, rules.inverse_temperature));
+      if (row.leads()) {
+        a.logprobs[r] = scaled(value_of(a, r, token, false), row.largest, rules.inverse_temperature) - log_sum;
+      }
+    }
+  } else if (a.logprobs != nullptr && row.leads()) {
+    a.logprobs[r] = kMinusInfinity;
+  }
+  if (a.tokens != nullptr && row.leads()) a.tokens[r] = token;
+
+  if (a.raw_logprobs != nullptr || a.top_n > 0) {
+    if (has_dense(a) || has_sparse(a)) row.load(true);
+    const bool any = row.largest > kMinusInfinity;
+    const float log_sum = any ? log_of_mass(row.mass(Cut{}, 1.0f)) : 0.0f;
+    if (a.raw_logprobs != nullptr && row.leads()) {
+      a.raw_logprobs[r] = any && token >= 0 ? value_of(a, r, token, true) - row.largest - log_sum : kMinusInfinity;
+    }
+    if (a.top_n > 0) {
+      const Cut cut = any ? row.first(Cut{}, a.top_n) : Cut{kLargest, 0};
+      row.list(cut, a.top_n, log_sum, a.top_ids + r * a.top_n, a.top_logprobs + r * a.top_n);
+    }
+  }
+  row.leave();
+}
+
+}  // namespace
+
+// With a given size of the cluster, for tests and benchmarks.
+void sample_with(const Sample& a, int blocks, void* stream) {
+  if (a.rows == 0) return;
+  const auto slice = static_cast<int>((a.vocabulary + blocks * kVector - 1) / (blocks * kVector)) * kVector;
+  int device = 0, memory = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const int room =
+      (memory - static_cast<int>(sizeof(Shared)) - 1024) / static_cast<int>(sizeof(float)) / kVector * kVector;
+  const int cached = std::min(slice, room);
+  static std::atomic<uint64_t> prepared{0};  // devices whose limits are raised already
+  if (const uint64_t bit = uint64_t{1} << (device % 64); (prepared.load() & bit) == 0) {
+    cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, room * int{sizeof(float)});
+    cudaFuncSetAttribute(sample_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    prepared.fetch_or(bit);
+  }
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(a.rows * blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(cached) * sizeof(float);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = static_cast<unsigned>(blocks);
+  cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  cudaLaunchKernelEx(&config, sample_kernel, a, slice, cached);
+}
+
+void sample(const Sample& a, void* stream) {
+  // Small rows need few blocks; 8 is the largest cluster that every GPU with clusters has.
+  int blocks = 8;
+  while (blocks > 1 && a.vocabulary <= blocks / 2 * kThreads * kVector) blocks /= 2;
+  sample_with(a, blocks, stream);
+}
+
+}  // namespace quartz::kernels::cuda
