@@ -6,6 +6,7 @@ Importing this package registers their fake kernels (for ``torch.compile`` and `
 
 from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, silu_and_mul
 from torch_quartz.ops.layer_norm import layer_norm
+from torch_quartz.ops.moe_experts import moe_experts
 from torch_quartz.ops.moe_topk import moe_topk
 from torch_quartz.ops.quantize import (
     dequantize_fp8,
@@ -29,6 +30,7 @@ __all__ = [
     "gated_activation",
     "gelu_and_mul",
     "layer_norm",
+    "moe_experts",
     "moe_topk",
     "quantize_fp8",
     "quantize_mxfp4",
