@@ -3,6 +3,7 @@
 #include <c10/core/DeviceType.h>
 
 #include <deque>
+#include <exception>
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
@@ -15,7 +16,7 @@
 namespace quartz {
 namespace {
 
-bool register_everything() {
+void register_everything() {
   choose_cpu_isa();
   substrate();  // a wrong environment variable throws here, before anything is registered
   c10::register_privateuse1_backend("quartz");
@@ -41,19 +42,26 @@ bool register_everything() {
   register_direct();
   register_fallback();
   register_autocast();
-  return true;
+}
+
+// Runs once: half of a registration cannot be repeated. What it threw is kept for every caller.
+std::exception_ptr register_once() {
+  try {
+    register_everything();
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
+const std::exception_ptr& registration_failure() {
+  static const auto* failure = new std::exception_ptr(register_once());
+  return *failure;
 }
 
 // At load, after libtorch's own registrations (libquartz.so depends on libtorch, which is therefore loaded first). An
 // exception here would end the process: it is left for the first caller of initialize().
-const bool registered = [] {
-  try {
-    initialize();
-    return true;
-  } catch (const std::exception&) {
-    return false;
-  }
-}();
+[[maybe_unused]] const bool registered = registration_failure() == nullptr;
 
 }  // namespace
 
@@ -63,9 +71,7 @@ torch::Library& permanent_library(const std::string& space, c10::DispatchKey key
 }
 
 void initialize() {
-  static const bool done = register_everything();  // a failed attempt is repeated at the next call
-  (void)done;
-  (void)registered;
+  if (registration_failure() != nullptr) std::rethrow_exception(registration_failure());
 }
 
 }  // namespace quartz

@@ -162,13 +162,16 @@ def test_registrations():
     w = torch.randn(4, 40, device="quartz")
     q = torch.ops.quartz
     for granularity in ("tensor", "row", "group", "block"):
-        torch.library.opcheck(q.quantize_fp8.default, (w, granularity, 32), test_utils=checks)
-    torch.library.opcheck(q.quantize_nvfp4.default, (w,), test_utils=checks)
-    # test_schema multiplies its arguments, for which PyTorch has no kernel in float8_e8m0fnu
+        torch.library.opcheck(q.quantize_fp8.default, (w, granularity, 32), test_utils=checks[1:])
+    torch.library.opcheck(q.quantize_nvfp4.default, (w,), test_utils=checks[1:])
+    # test_schema multiplies what it compares, for which PyTorch has no kernels in float8
     torch.library.opcheck(q.quantize_mxfp4.default, (w,), test_utils=checks[1:])
     packed, scales = ops.quantize_mxfp4(w)
     torch.library.opcheck(
         q.dequantize_mxfp4.default, (packed, scales.view(torch.uint8), 40, torch.bfloat16), test_utils=checks
     )
-    torch.library.opcheck(q.dequantize_nvfp4.default, (*ops.quantize_nvfp4(w), 40, torch.float16), test_utils=checks)
-    torch.library.opcheck(q.dequantize_fp8.default, (*ops.quantize_fp8(w), torch.float32), test_utils=checks)
+    packed, scales, total = ops.quantize_nvfp4(w)
+    torch.library.opcheck(
+        q.dequantize_nvfp4.default, (packed, scales.view(torch.uint8), total, 40, torch.float16), test_utils=checks
+    )
+    torch.library.opcheck(q.dequantize_fp8.default, (*ops.quantize_fp8(w), torch.float32), test_utils=checks[1:])

@@ -19,6 +19,7 @@ from torch_quartz.integrations import (
     multiprocessing,
     safetensors,
     transformers,
+    transformers_experts,
 )
 
 
@@ -80,6 +81,7 @@ PATCHES = (
     _patch(safetensors),
     _patch(accelerate),
     _patch(transformers),
+    _patch(transformers_experts),
 )
 
 _installed: list[Patch] = []

@@ -32,7 +32,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self._hooks: list[ImportHook] = []
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
 
     def when_imported(self, module: str, change: Callable[[ModuleType], None]) -> None:
         """Call `change` with a module, now if it is imported, else right after its first import.
@@ -80,6 +80,16 @@ class Replacements:
         original = vars(owner)[name]
         setattr(owner, name, make(original))
         self._undo.append(lambda: setattr(owner, name, original))
+
+    def on_undo(self, action: Callable[[], object]) -> None:
+        """Remember how to take back a change that is no attribute.
+
+        Parameters
+        ----------
+        action : callable
+            Called by `undo`.
+        """
+        self._undo.append(action)
 
     def undo(self) -> None:
         """Take back every replacement, the last one first, and stop waiting for modules."""

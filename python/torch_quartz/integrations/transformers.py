@@ -69,7 +69,7 @@ PATCHES = (
     {
         "name": "transformers.decode_experts",
         "target": "transformers.generation.utils.GenerationMixin._optimize_model_for_decode",
-        "reason": "on host memory the switch of the experts' implementation is slower and differs from the CPU's bits",
+        "reason": "while decoding, experts would switch to an implementation that copies each token's weights",
     },
     {
         "name": "transformers.continuous_batching_memory",
@@ -308,9 +308,7 @@ def _patch_generation(module: ModuleType) -> None:
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def _optimize_model_for_decode(self: Any) -> Any:
-            if self.device.type == "quartz" and _on_host():
-                return contextlib.nullcontext()
-            return original(self)
+            return contextlib.nullcontext() if self.device.type == "quartz" else original(self)
 
         return _optimize_model_for_decode
 
