@@ -245,6 +245,8 @@ struct Unboxed<Op, Result(Arguments...)> {
 
 template <class Op>
 void add(torch::Library& library) {
+  const auto op = c10::Dispatcher::singleton().findSchema({Op::name, Op::overload_name});
+  if (op && op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) return;  // an own kernel stands there
   std::string name = Op::name;
   if (*Op::overload_name != '\0') name += std::string(".") + Op::overload_name;
   Unboxed<Op>::counter = &op_counter(name);

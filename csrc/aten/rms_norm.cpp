@@ -7,15 +7,10 @@
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
 #include "aten/parallel.h"
+#include "aten/rows.h"
 
 namespace quartz {
 namespace {
-
-// Rows that can be walked with one stride: the last dimension contiguous, the others collapsible.
-at::Tensor as_rows(const at::Tensor& tensor) {
-  const auto flat = tensor.reshape({-1, tensor.size(-1)});
-  return flat.stride(1) == 1 || flat.size(1) == 1 ? flat : flat.contiguous();
-}
 
 void run(const char* op, const at::Tensor& x, const at::Tensor& residual, const at::Tensor& weight, double eps,
          double weight_offset, bool round_first, at::Tensor& y, at::Tensor& sum) {
@@ -39,19 +34,19 @@ void run(const char* op, const at::Tensor& x, const at::Tensor& residual, const 
   if (residual.defined()) sum = at::empty(x.sizes(), x.options().memory_format(at::MemoryFormat::Contiguous));
   if (x.numel() == 0) return;
 
-  const auto rows = as_rows(x), residual_rows = residual.defined() ? as_rows(residual) : at::Tensor();
+  const Rows rows = rows_of(x), residual_rows = residual.defined() ? rows_of(residual) : Rows{};
   const auto contiguous_weight = weight.defined() ? weight.contiguous() : at::Tensor();
   kernels::RmsNorm arguments{};
-  arguments.x = rows.const_data_ptr();
-  arguments.x_stride = rows.stride(0);
+  arguments.x = rows.data();
+  arguments.x_stride = rows.stride;
   if (residual.defined()) {
-    arguments.residual = residual_rows.const_data_ptr();
-    arguments.residual_stride = residual_rows.stride(0);
+    arguments.residual = residual_rows.data();
+    arguments.residual_stride = residual_rows.stride;
     arguments.sum = sum.mutable_data_ptr();
   }
   if (weight.defined()) arguments.weight = contiguous_weight.const_data_ptr();
   arguments.y = y.mutable_data_ptr();
-  arguments.rows = rows.size(0);
+  arguments.rows = rows.count;
   arguments.width = width;
   arguments.eps = static_cast<float>(eps);
   arguments.weight_offset = static_cast<float>(weight_offset);

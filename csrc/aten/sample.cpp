@@ -136,6 +136,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample(
   if (rows > 0) {
 #if QUARTZ_WITH_CUDA
     if (on_gpu(logits)) {
+      const auto workspace =
+          at::empty({kernels::cuda::sample_workspace(rows, vocabulary)}, logits.options().dtype(at::kByte));
+      a.workspace = workspace.mutable_data_ptr();
       kernels::cuda::sample(a, current_gpu_stream(logits));
       return {tokens, raw_logprobs, own_logprobs, top_ids, top_logprobs};
     }

@@ -49,6 +49,8 @@ struct Sample {
   int64_t* top_ids;  // `top_n` a row, by (x descending, id ascending), of step 1's x; -1 and -inf where there are fewer
   float* top_logprobs;
   int64_t top_n;
+
+  void* workspace;  // of sample_workspace() bytes; CUDA only, not needed by others
 };
 
 constexpr int64_t kMaxSampleVocabulary = int64_t{1} << 24;  // the sum of so many masses fits 64 bits
@@ -219,6 +221,7 @@ QUARTZ_CPU_KERNEL(void, sample, (const Sample& a, const Parallel& parallel), (a,
 
 #ifdef QUARTZ_WITH_CUDA
 namespace cuda {
+int64_t sample_workspace(int64_t rows, int64_t vocabulary);  // bytes
 void sample(const Sample& a, void* stream);
 void sample_with(const Sample& a, int blocks_of_a_row, void* stream);  // for measuring
 }  // namespace cuda

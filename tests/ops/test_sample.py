@@ -71,7 +71,9 @@ def requests(draw):
         extras["bitmask"] = generator.random(vocabulary) < 0.7
     if draw(st.booleans()):
         ids = generator.integers(-1, vocabulary + 1, 4)
-        extras["bias"] = [(int(i), float(np.float32(v))) for i, v in zip(ids, generator.standard_normal(4) * 3)]
+        extras["bias"] = [
+            (int(i), float(np.float32(v))) for i, v in zip(ids, generator.standard_normal(4) * 3, strict=True)
+        ]
         if draw(st.booleans()):
             extras["bias"][1] = (extras["bias"][1][0], -math.inf)
     if draw(st.booleans()):
@@ -91,7 +93,7 @@ def keywords(logits, rules, extras):
             tensor([np.flatnonzero(extras["bitmask"]).tolist()], torch.int64), vocabulary
         )
     if "bias" in extras:
-        ids, values = zip(*extras["bias"])
+        ids, values = zip(*extras["bias"], strict=True)
         arguments |= {"bias_ids": tensor([ids]), "bias_values": tensor([values], torch.float32)}
     if "count" in extras:
         arguments["counts"] = tensor(extras["count"][None].tolist(), torch.int32)

@@ -1,14 +1,17 @@
-// One launch a call. A cluster of blocks holds a row in shared memory, each block a slice of ids in ascending order, so
-// the logits are read once, and once more if logprobs of processed logits are wanted. Truncation is a radix selection:
-// a histogram of 1024 bins over the distance from the largest logit, then over the bits of the values in the bin where
-// the limit lies, then over ids where equal values are cut. Counts and masses are integers: atomics on them have no
-// order.
+// Two launches a call, three with logprobs. Rows that keep few tokens are drawn from a short list by one block
+// (sample_shortlist.cuh). For the others a cluster of blocks holds the row in shared memory, each block a slice of ids
+// in ascending order, so the logits are read once, and once more if logprobs of processed logits are wanted. Truncation
+// is a radix selection: a histogram of 1024 bins over the distance from the largest logit, then over the bits of the
+// values in the bin where the limit lies, then over ids where equal values are cut. Counts and masses are integers:
+// atomics on them have no order.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <atomic>
+#include <type_traits>
 
+#include "kernels/cuda/sample_shortlist.cuh"
 #include "kernels/sample.h"
 
 namespace quartz::kernels::cuda {
@@ -16,7 +19,7 @@ namespace {
 
 namespace cg = cooperative_groups;
 
-constexpr int kThreads = 512, kWarps = kThreads / 32, kBins = 1024, kBinBits = 10, kMaxCluster = 16, kVector = 4;
+constexpr int kThreads = 512, kWarps = kThreads / 32, kBins = 1024, kBinBits = 10, kMaxCluster = 16;
 static_assert(kBins == 2 * kThreads);
 
 struct Crossing {
@@ -27,14 +30,9 @@ struct Crossing {
 struct Shared {
   uint32_t low[kBins], high[kBins];  // 64-bit sums in two words
   uint64_t exchange[2][3][kMaxCluster], partial[3][kWarps];
-  uint64_t listed[kMaxTopLogprobs];
+  uint64_t listed[kMaxTopLogprobs], weights[kMaxTopLogprobs], last_kept;
   uint32_t listed_count;
   Crossing crossing;
-};
-
-template <class T>
-struct alignas(kVector * sizeof(T)) Four {
-  T value[kVector];
 };
 
 // Out of line: rare, and the loops would be repeated at every use.
@@ -49,19 +47,21 @@ __device__ __noinline__ float value_of(const Sample& a, int64_t row, int64_t id,
 // A row of logits in the shared memory of a cluster. All threads of the cluster call every function together.
 class Row {
  public:
-  __device__ Row(const Sample& a, Shared& shared, float* values, int slice, int cached)
+  // Alone: one block has the whole row, the others of its cluster have left.
+  __device__ Row(const Sample& a, Shared& shared, float* values, int slice, int cached, bool alone)
       : cluster_(cg::this_cluster()),
         a_(a),
         shared_(shared),
         values_(values),
-        blocks_(static_cast<int>(cluster_.num_blocks())),
-        rank_(static_cast<int>(cluster_.block_rank())),
-        row(blockIdx.x / blocks_),
+        alone_(alone),
+        blocks_(alone ? 1 : static_cast<int>(cluster_.num_blocks())),
+        rank_(alone ? 0 : static_cast<int>(cluster_.block_rank())),
+        row(blockIdx.x / cluster_.num_blocks()),
         vocabulary_(static_cast<int>(a.vocabulary)),
         begin_(rank_ * slice),
         length_(slice),
         cached_(cached) {
-    cluster_.barrier_arrive();
+    if (!alone_) cluster_.barrier_arrive();
   }
 
   // Fills the slice (steps 1 to 4, or step 1 alone) and finds the largest value with its lowest id.
@@ -90,7 +90,7 @@ class Row {
       extremes = {};
       for_each([&](int id, float x) { extremes.add(x, id); });
     }
-    if (!started_) cluster_.barrier_wait();  // the other blocks' memory exists
+    if (!started_ && !alone_) cluster_.barrier_wait();  // the other blocks' memory exists
     started_ = true;
     uint64_t found[3];
     found[0] = extremes.key();
@@ -186,13 +186,13 @@ class Row {
   // Writes the tokens kept, at most `count`, in their order, with x - largest - log_sum.
   __device__ void list(Cut cut, int64_t count, float log_sum, int64_t* ids, float* logprobs) {
     if (threadIdx.x == 0) shared_.listed_count = 0;
-    cluster_.sync();
+    sync();
     Shared* leader = cluster_.map_shared_rank(&shared_, 0);
     for_each([&](int id, float x) {
       if (!cut.keeps(x, id)) return;
       leader->listed[atomicAdd(&leader->listed_count, 1u)] = uint64_t{order_of(x)} << 32 | (~static_cast<uint32_t>(id));
     });
-    cluster_.sync();
+    sync();
     if (rank_ != 0) return;
     const int found = static_cast<int>(shared_.listed_count);
     for (int i = threadIdx.x; i < count; i += kThreads) {
@@ -211,14 +211,15 @@ class Row {
 
   __device__ bool leads() const { return rank_ == 0 && threadIdx.x == 0; }
   // A block's memory must outlive the accesses of the others.
-  __device__ void leave() { cluster_.sync(); }
+  __device__ void leave() { sync(); }
 
  private:
   cg::cluster_group cluster_;
   const Sample& a_;
   Shared& shared_;
   float* values_;
-  int blocks_, rank_;
+  const bool alone_;
+  const int blocks_, rank_;
 
  public:
   const int64_t row;
@@ -241,6 +242,14 @@ class Row {
     }
     __device__ uint64_t key() const { return uint64_t{order_of(value)} << 32 | (~id & 0xffffffffu); }
   };
+
+  __device__ void sync() {
+    if (alone_) {
+      __syncthreads();
+    } else {
+      cluster_.sync();
+    }
+  }
 
   template <class T>
   __device__ void fill(Extremes& extremes) {
@@ -305,7 +314,7 @@ class Row {
         if (lane < blocks_) cluster_.map_shared_rank(&shared_, lane)->exchange[parity_][n][rank_] = v;
       }
     }
-    cluster_.sync();
+    sync();
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       value[n] = shared_.exchange[parity_][n][0];
@@ -326,7 +335,10 @@ class Row {
   __device__ void clear_bins() {
     for (int i = threadIdx.x; i < kBins; i += kThreads) shared_.low[i] = shared_.high[i] = 0;
     __syncthreads();
-    if (threadIdx.x == 0) shared_.crossing = {-1, 0, 0, 0};
+    if (threadIdx.x == 0) {
+      shared_.crossing = {-1, 0, 0, 0};
+      shared_.listed_count = 0;
+    }
   }
   __device__ void add_to_bin(uint32_t bin, uint64_t weight) {
     const auto low = static_cast<uint32_t>(weight);
@@ -337,7 +349,7 @@ class Row {
   // The bin in which the sum over bins, starting with `before`, reaches limit(total).
   template <class Limit>
   __device__ Crossing crossing(uint64_t before, const Limit& limit) {
-    cluster_.sync();
+    sync();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, bin = 2 * threadIdx.x;
     uint64_t own[2] = {0, 0};
     for (int block = 0; block < blocks_; ++block) {
@@ -364,8 +376,24 @@ class Row {
       if (start < wanted && wanted <= start + own[half]) shared_.crossing = {bin + half, start, own[half], total};
       start += own[half];
     }
-    cluster_.sync();
+    sync();
     return shared_.crossing;
+  }
+
+  // Writes the token of the list at which the sum of weights, starting with `before`, reaches `wanted`.
+  template <class Weight>
+  __device__ void last_of_list(int members, uint64_t before, uint64_t wanted, const Weight& weight) {
+    static_assert(kMaxTopLogprobs <= kThreads);
+    const int i = threadIdx.x;
+    uint64_t key = 0, own = 0;
+    if (i < members) {
+      key = shared_.listed[i];
+      own = shared_.weights[i] = weight(float_of_order(static_cast<uint32_t>(key >> 32)));
+    }
+    __syncthreads();
+    if (i >= members) return;
+    for (int j = 0; j < members; ++j) before += shared_.listed[j] > key ? shared_.weights[j] : 0;
+    if (before < wanted && wanted <= before + own) shared_.last_kept = key;
   }
 
   // The cut after the first token, in order, at which the sum of weights reaches limit(sum of all). Tokens below `low`
@@ -382,6 +410,22 @@ class Row {
     });
     Crossing at = crossing(0, [&](uint64_t total) { return wanted = limit(total); });
     if (at.bin < 0) return cut;
+    // As a rule the bin has few tokens: the first block lists them and finds the last one that stays.
+    Shared* leader = cluster_.map_shared_rank(&shared_, 0);
+    for_each([&](int id, float x) {
+      if (x < low || bin_of(x) != at.bin || !cut.keeps(x, id)) return;
+      const uint32_t place = atomicAdd(&leader->listed_count, 1u);
+      if (place < kMaxTopLogprobs) leader->listed[place] = uint64_t{order_of(x)} << 32 | (~static_cast<uint32_t>(id));
+    });
+    sync();
+    const uint32_t members = leader->listed_count;
+    if (members <= kMaxTopLogprobs) {
+      if (rank_ == 0) last_of_list(static_cast<int>(members), at.before, wanted, weight);
+      sync();
+      const uint64_t key = leader->last_kept;
+      return {float_of_order(static_cast<uint32_t>(key >> 32)), ~static_cast<uint32_t>(key)};
+    }
+
     const auto same = [&](uint64_t) { return wanted; };
 
     uint64_t ends[2] = {0, 0};  // the largest and the inverted smallest value in the bin
@@ -428,15 +472,65 @@ class Row {
   }
 };
 
-__global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_constant__ Sample a, int slice, int cached) {
+using List = Shortlist<kThreads>;
+
+// False if there are too many candidates for the list.
+__device__ bool sample_short(const Sample& a, int64_t r, const RowRules& rules, List list) {
+  const bool dense = has_dense(a), leads = threadIdx.x == 0;
+  const int64_t in_list = rules.greedy ? 1 : rules.top_k;
+  if (!list.find(false, static_cast<int>(dense ? in_list : max(in_list, a.top_n)))) return false;
+  const Workspace space(a);
+  int64_t token = -1;
+  const bool any = list.found() > 0;
+  if (any && rules.greedy) {
+    token = list.id(0);
+    if (leads && a.logprobs != nullptr) a.logprobs[r] = -log_of_mass(space.raw_mass[r]);
+  } else if (any) {
+    const TokenNoise noise(a.seeds != nullptr ? a.seeds[r] : 0, a.positions != nullptr ? a.positions[r] : 0,
+                           a.samples != nullptr ? a.samples[r] : 0);
+    token = list.draw(rules, noise, a.logprobs != nullptr ? a.logprobs + r : nullptr);
+  } else if (leads && a.logprobs != nullptr) {
+    a.logprobs[r] = kMinusInfinity;
+  }
+  if (leads && a.tokens != nullptr) a.tokens[r] = token;
+  if (!wants_raw(a)) return true;
+
+  __syncthreads();
+  if (dense && !list.find(true, static_cast<int>(max(a.top_n, int64_t{1})))) return false;
+  const bool any_raw = list.found() > 0;
+  const float largest = any_raw ? list.value(0) : 0.0f, log_sum = any_raw ? log_of_mass(space.raw_mass[r]) : 0.0f;
+  if (leads && a.raw_logprobs != nullptr) {
+    a.raw_logprobs[r] = any_raw && token >= 0 ? value_of(a, r, token, true) - largest - log_sum : kMinusInfinity;
+  }
+  for (int64_t i = threadIdx.x; i < a.top_n; i += kThreads) {
+    const bool there = i < list.found();
+    a.top_ids[r * a.top_n + i] = there ? int64_t{list.id(static_cast<int>(i))} : -1;
+    a.top_logprobs[r * a.top_n + i] = there ? list.value(static_cast<int>(i)) - largest - log_sum : kMinusInfinity;
+  }
+  return true;
+}
+
+__global__ void __launch_bounds__(kThreads, 2)
+    sample_kernel(const __grid_constant__ Sample a, int slice, int cached, int cached_alone) {
   extern __shared__ float4 values[];
   __shared__ Shared shared;
-  Row row(a, shared, reinterpret_cast<float*>(values), slice, cached);
+  const cg::cluster_group cluster = cg::this_cluster();
+  const RowRules rules(a, blockIdx.x / cluster.num_blocks());
+  const bool alone = is_short(a, rules);
+  if (alone) {
+    if (cluster.block_rank() != 0) return;
+    const int64_t r = blockIdx.x / cluster.num_blocks();
+    List list(a, r, *reinterpret_cast<List::Memory*>(values), shared.listed_count, shared.partial[0]);
+    if (sample_short(a, r, rules, list)) return;
+    __syncthreads();
+    slice = static_cast<int>((a.vocabulary + kVector - 1) / kVector * kVector);
+    cached = cached_alone;
+  }
+  Row row(a, shared, reinterpret_cast<float*>(values), slice, cached, alone);
   const int64_t r = row.row;
   row.load(false);
   int64_t token = -1;
   if (row.largest > kMinusInfinity) {
-    const RowRules rules(a, r);
     Cut cut;
     token = row.largest_id;
     if (!rules.greedy) {
@@ -479,11 +573,43 @@ __global__ void __launch_bounds__(kThreads, 2) sample_kernel(const __grid_consta
   row.leave();
 }
 
+// The passes over all chunks: few blocks of many chunks where there are many rows.
+template <class T>
+void stream_rows(const Sample& a, cudaStream_t stream) {
+  const int64_t chunks = Workspace::chunks_of(a.vocabulary);
+  const auto pass = [&]<int kChunks>(std::integral_constant<int, kChunks>) {
+    const auto blocks = static_cast<int>((chunks + kStreamWarps * kChunks - 1) / (kStreamWarps * kChunks));
+    const auto grid = static_cast<unsigned>(a.rows * blocks);
+    maxima_kernel<T, kChunks><<<grid, kStreamThreads, 0, stream>>>(a, blocks);
+    if (wants_raw(a)) raw_mass_kernel<T, kChunks><<<grid, kStreamThreads, 0, stream>>>(a, blocks);
+  };
+  if (a.rows * chunks > 32 * 1024) {
+    pass(std::integral_constant<int, 4>{});
+  } else {
+    pass(std::integral_constant<int, 1>{});
+  }
+}
+
 }  // namespace
+
+int64_t sample_workspace(int64_t rows, int64_t vocabulary) { return Workspace::bytes(rows, vocabulary); }
 
 // With a given size of the cluster, for tests and benchmarks.
 void sample_with(const Sample& a, int blocks, void* stream) {
   if (a.rows == 0) return;
+  if (a.workspace != nullptr && !has_sparse(a)) {
+    const auto cuda_stream = static_cast<cudaStream_t>(stream);
+    switch (a.dtype) {
+      case DType::kFloat32:
+        stream_rows<float>(a, cuda_stream);
+        break;
+      case DType::kFloat16:
+        stream_rows<Float16>(a, cuda_stream);
+        break;
+      default:
+        stream_rows<BFloat16>(a, cuda_stream);
+    }
+  }
   const auto slice = static_cast<int>((a.vocabulary + blocks * kVector - 1) / (blocks * kVector)) * kVector;
   int device = 0, memory = 0;
   cudaGetDevice(&device);
@@ -500,7 +626,8 @@ void sample_with(const Sample& a, int blocks, void* stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(a.rows * blocks));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(cached) * sizeof(float);
+  const size_t memory_bytes = std::max(static_cast<size_t>(cached) * sizeof(float), sizeof(List::Memory));
+  config.dynamicSmemBytes = memory_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -508,7 +635,7 @@ void sample_with(const Sample& a, int blocks, void* stream) {
   cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  cudaLaunchKernelEx(&config, sample_kernel, a, slice, cached);
+  cudaLaunchKernelEx(&config, sample_kernel, a, slice, cached, static_cast<int>(memory_bytes / sizeof(float)));
 }
 
 void sample(const Sample& a, void* stream) {

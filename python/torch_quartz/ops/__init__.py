@@ -4,10 +4,13 @@ Importing this package registers their fake kernels (for ``torch.compile`` and `
 ``docs/ops`` has a page for each.
 """
 
+from torch_quartz.ops.apply_token_bitmask_ import apply_token_bitmask_
 from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, silu_and_mul
 from torch_quartz.ops.layer_norm import layer_norm
+from torch_quartz.ops.markov_draft import markov_draft
 from torch_quartz.ops.moe_experts import moe_experts
 from torch_quartz.ops.moe_topk import moe_topk
+from torch_quartz.ops.ngram_propose import ngram_propose
 from torch_quartz.ops.quantize import (
     dequantize_fp8,
     dequantize_mxfp4,
@@ -19,10 +22,14 @@ from torch_quartz.ops.quantize import (
 from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
 from torch_quartz.ops.rotary import rotary, rotary_qk
 from torch_quartz.ops.sample import SampleResult, count_tokens, sample, token_bits
+from torch_quartz.ops.spec_schedule import spec_schedule
+from torch_quartz.ops.spec_verify import VerifyResult, spec_verify
 
 __all__ = [
     "SampleResult",
+    "VerifyResult",
     "add_rms_norm",
+    "apply_token_bitmask_",
     "count_tokens",
     "dequantize_fp8",
     "dequantize_mxfp4",
@@ -30,8 +37,10 @@ __all__ = [
     "gated_activation",
     "gelu_and_mul",
     "layer_norm",
+    "markov_draft",
     "moe_experts",
     "moe_topk",
+    "ngram_propose",
     "quantize_fp8",
     "quantize_mxfp4",
     "quantize_nvfp4",
@@ -40,5 +49,7 @@ __all__ = [
     "rotary_qk",
     "sample",
     "silu_and_mul",
+    "spec_schedule",
+    "spec_verify",
     "token_bits",
 ]

@@ -74,7 +74,8 @@ def sample(
         Of the noise; 64, 32 and 32 bits of them count. `positions` is the absolute position of the token drawn. 0 if
         not given: draws are repeated, not random, unless they differ.
     bitmask : Tensor, optional
-        Shape ``(rows, ceil(vocabulary / 32))``, int32: bit ``id % 32`` of word ``id // 32`` is 1 where a token is allowed.
+        Shape ``(rows, ceil(vocabulary / 32))``, int32: bit ``id % 32`` of word ``id // 32`` is 1 where a token may be
+        drawn.
     bias_ids, bias_values : Tensor, optional
         Shape ``(rows, entries)``: added to the logits of the tokens; ids outside the vocabulary (-1) are passed over.
     repetition_penalty, frequency_penalty, presence_penalty : Tensor or float, optional

@@ -1,0 +1,83 @@
+// aten::_softmax and aten::_log_softmax over the last dimension of float32, bfloat16 and float16 tensors; all else runs
+// the native kernel. Formulas and order of arithmetic in kernels/softmax.h.
+#include "kernels/softmax.h"
+
+#include "aten/rows.h"  // first: the *_ops.h headers do not include what they need
+
+#include <ATen/ops/_log_softmax_ops.h>
+#include <ATen/ops/_softmax_ops.h>
+#include <c10/core/DeviceGuard.h>
+
+#include "aten/kernel_support.h"
+#include "aten/operators.h"
+#include "aten/parallel.h"
+
+namespace quartz {
+namespace {
+
+// half_to_float (float16 in, float32 out) exists on CUDA only.
+bool serves(const at::Tensor& self, int64_t dim, bool half_to_float) {
+  return has_kernel_dtype(self) && self.numel() > 0 && is_last_dim(self, dim) &&
+         (!half_to_float || (on_gpu(self) && self.scalar_type() == at::kHalf));
+}
+
+at::Tensor run(const at::Tensor& self, bool half_to_float, bool log) {
+  const c10::DeviceGuard guard(self.device());
+  const auto rows = rows_of(self);
+  auto result = empty_like_rows(self, self.sizes(), half_to_float ? at::kFloat : self.scalar_type());
+  kernels::Softmax a{};
+  a.x = rows.data();
+  a.y = result.mutable_data_ptr();
+  a.rows = rows.count;
+  a.width = rows.width;
+  a.x_stride = rows.stride;
+  a.log = log;
+  a.dtype = kernel_dtype(self);
+  a.y_dtype = kernel_dtype(result);
+#if QUARTZ_WITH_CUDA
+  if (on_gpu(self)) {
+    kernels::cuda::softmax(a, current_gpu_stream(self));
+    return result;
+  }
+#endif
+  kernels::cpu::softmax(a, at_parallel());
+  return result;
+}
+
+at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
+  if (serves(self, dim, half_to_float)) return run(self, half_to_float, false);
+  return fallback_of<at::_ops::_softmax>(self, dim, half_to_float);
+}
+at::Tensor log_softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
+  if (serves(self, dim, half_to_float)) return run(self, half_to_float, true);
+  return fallback_of<at::_ops::_log_softmax>(self, dim, half_to_float);
+}
+
+bool fits(const at::Tensor& self, bool half_to_float, const at::Tensor& out) {
+  return out.scalar_type() == (half_to_float ? at::kFloat : self.scalar_type());
+}
+at::Tensor& softmax_out(const at::Tensor& self, int64_t dim, bool half_to_float, at::Tensor& out) {
+  if (serves(self, dim, half_to_float) && fits(self, half_to_float, out)) {
+    return give(run(self, half_to_float, false), out);
+  }
+  fallback_of<at::_ops::_softmax_out>(self, dim, half_to_float, out);
+  return out;
+}
+at::Tensor& log_softmax_out(const at::Tensor& self, int64_t dim, bool half_to_float, at::Tensor& out) {
+  if (serves(self, dim, half_to_float) && fits(self, half_to_float, out)) {
+    return give(run(self, half_to_float, true), out);
+  }
+  fallback_of<at::_ops::_log_softmax_out>(self, dim, half_to_float, out);
+  return out;
+}
+
+}  // namespace
+
+QUARTZ_OPERATORS(softmax) {
+  operators.replace<&softmax>("_softmax");
+  operators.replace<&softmax_out>("_softmax.out");
+  operators.replace<&log_softmax>("_log_softmax");
+  operators.replace<&log_softmax_out>("_log_softmax.out");
+}
+
+}  // namespace quartz

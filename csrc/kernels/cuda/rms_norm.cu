@@ -1,0 +1,103 @@
+#include "kernels/rms_norm.h"
+
+#include "kernels/cuda/rows.cuh"
+
+namespace quartz::kernels::cuda {
+namespace {
+
+struct Aligned {
+  bool rows, weight;  // all of x, residual, y and sum; the weight
+};
+
+// The sums of squares follow kernels/cuda/rows.cuh, with fma.
+template <class T, int P, int N>
+__global__ void __launch_bounds__(kBlock<P>) rms_norm_rows(RmsNorm a, Aligned aligned) {
+  constexpr int V = kVector<T>;
+  constexpr int kHeld = N > 0 ? N : 1;
+  __shared__ float shared[P / 32];
+  const int64_t row = row_of_thread<P>();
+  if (row >= a.rows) return;
+  const int thread = threadIdx.x % P;
+  const int64_t vectors = (a.width + V - 1) / V;
+  const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
+  const T* residual = static_cast<const T*>(a.residual) + row * a.residual_stride;
+  T* sum = static_cast<T*>(a.sum) + row * a.width;
+  T* y = static_cast<T*>(a.y) + row * a.width;
+
+  Pack<T> held[kHeld];
+  float squares[V] = {};
+  const auto read = [&](int64_t v, Pack<T>& pack) {
+    pack = load_pack<T>(x, v, a.width, aligned.rows, T{});
+    if (a.residual != nullptr) {
+      const auto other = load_pack<T>(residual, v, a.width, aligned.rows, T{});
+#pragma unroll
+      for (int i = 0; i < V; ++i) pack.item[i] = narrow<T>(widen(pack.item[i]) + widen(other.item[i]));
+      store_pack<T>(sum, v, a.width, aligned.rows, pack);
+    }
+  };
+  const auto add_squares = [&](const Pack<T>& pack) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) squares[i] = fmaf(widen(pack.item[i]), widen(pack.item[i]), squares[i]);
+  };
+  if constexpr (N > 0) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (thread + j * P < vectors) read(thread + j * P, held[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (thread + j * P < vectors) add_squares(held[j]);
+    }
+  } else {
+    for (int64_t v = thread; v < vectors; v += P) {
+      read(v, held[0]);
+      add_squares(held[0]);
+    }
+  }
+  const float total = over_threads<P>(fold(squares, Add{}), Add{}, shared);
+  const float scale = 1.0f / sqrtf(total / static_cast<float>(a.width) + a.eps);
+
+  const auto write = [&](int64_t v, const Pack<T>& pack) {
+    float weight[V];
+    if (a.weight != nullptr) load_parameters(a.weight, a.weight_dtype, v * V, a.width, aligned.weight, weight);
+    Pack<T> result;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      float value = widen(pack.item[i]) * scale;
+      if (a.round_first) value = rounded<T>(value);
+      if (a.weight != nullptr) value *= a.weight_offset + weight[i];
+      result.item[i] = narrow<T>(value);
+    }
+    store_pack<T>(y, v, a.width, aligned.rows, result);
+  };
+  if constexpr (N > 0) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      if (thread + j * P < vectors) write(thread + j * P, held[j]);
+    }
+  } else {
+    for (int64_t v = thread; v < vectors; v += P) {
+      write(v, a.residual != nullptr ? load_pack<T>(const_cast<const T*>(sum), v, a.width, aligned.rows, T{})
+                                     : load_pack<T>(x, v, a.width, aligned.rows, T{}));
+    }
+  }
+}
+
+}  // namespace
+
+void rms_norm(const RmsNorm& a, void* stream) {
+  if (a.rows == 0 || a.width == 0) return;
+  with_dtype(a.dtype, [&]<class T>() {
+    constexpr int64_t kSize = sizeof(T);
+    Aligned aligned;
+    aligned.rows = aligned_rows(a.x, a.x_stride, kSize, a.rows) && aligned_rows(a.y, a.width, kSize, a.rows) &&
+                   (a.residual == nullptr || (aligned_rows(a.residual, a.residual_stride, kSize, a.rows) &&
+                                              aligned_rows(a.sum, a.width, kSize, a.rows)));
+    aligned.weight = aligned16(a.weight);
+    with_row_plan<T>(a.width, [&]<int P, int N>() {
+      rms_norm_rows<T, P, N><<<blocks_for<P>(a.rows), kBlock<P>, 0, static_cast<cudaStream_t>(stream)>>>(a, aligned);
+    });
+  });
+}
+
+}  // namespace quartz::kernels::cuda
