@@ -1,18 +1,35 @@
-// scaled_dot_product_attention: which native kernel serves a call, and the operators PyTorch routes other devices to.
+// scaled_dot_product_attention: which kernel serves a call, and the operators PyTorch routes other devices to.
+//
+// On the host, calls without dropout in float32, float16 and bfloat16 run the kernel of quartz::attention, with and
+// without gradients, so that both give the same bits. The rest is PyTorch's.
+#include <ATen/Context.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/native/transformers/sdp_utils_cpp.h>
 #include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_safe_softmax.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention.h>
 #include <ATen/ops/_scaled_dot_product_flash_attention_backward.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu_backward.h>
+#include <ATen/ops/_scaled_dot_product_fused_attention_overrideable_backward_ops.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/matmul.h>
 #include <ATen/ops/pad.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "aten/alias.h"
+#include "aten/attention_call.h"
+#include "aten/kernel_support.h"
 #include "aten/own_kernel.h"
 #include "aten/registration.h"
 
@@ -23,14 +40,54 @@ bool can_be_aliased(const at::Tensor& tensor) {
   return !tensor.defined() || (tensor.has_storage() && !tensor.key_set().has_any(c10::python_ks));
 }
 
-// The native chooser. It runs above the Python and functorch keys, so that a FakeTensor or a batched tensor may arrive
-// here, which has no alias: the chooser is then asked about the tensor itself, since it reads metadata only.
+// What the kernel of quartz::attention serves, read from metadata only: the arguments may be fake.
+bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask,
+             double dropout, bool causal, bool enable_gqa) {
+  if (substrate().is_cuda() || dropout > 0) return false;
+  const auto& context = at::globalContext();
+  if (!context.userEnabledFlashSDP() && !context.userEnabledOverrideableSDP()) return false;  // sdpa_kernel(MATH)
+  const int64_t dims = query.dim();
+  for (const auto* tensor : {&query, &key, &value}) {
+    if (tensor->layout() != at::kStrided || tensor->is_nested() || !has_kernel_dtype(*tensor) ||
+        tensor->scalar_type() != query.scalar_type() || tensor->dim() != dims || tensor->device().type() != kQuartz ||
+        tensor->key_set().has(c10::DispatchKey::FuncTorchBatched) || tensor->_fw_grad(0).defined()) {
+      return false;
+    }
+  }
+  if (dims != 3 && dims != 4) return false;
+  const auto q = query.sym_sizes(), k = key.sym_sizes(), v = value.sym_sizes();
+  if (dims == 4 && (q[0] != k[0] || q[0] != v[0])) return false;
+  const auto heads = q[dims - 3], kv_heads = k[dims - 3];
+  if (v[dims - 3] != kv_heads || v[dims - 2] != k[dims - 2] || k[dims - 1] != q[dims - 1]) return false;
+  if (dims == 3 && v[2] != q[2]) return false;  // PyTorch's meta function knows no such result
+  if (query.sym_numel() == 0 || key.sym_numel() == 0 || value.sym_numel() == 0) return false;
+  if (heads != kv_heads && (!enable_gqa || heads % kv_heads != 0)) return false;
+  if (!mask.defined()) return true;
+  if (causal || mask.layout() != at::kStrided || mask.is_nested() || mask.dim() > 4 ||
+      mask.device().type() != kQuartz || mask.key_set().has(c10::DispatchKey::FuncTorchBatched) ||
+      (mask.scalar_type() != at::kBool && !has_kernel_dtype(mask))) {
+    return false;
+  }
+  const c10::SymInt whole[4] = {dims == 4 ? q[0] : c10::SymInt(1), heads, q[dims - 2], k[dims - 2]};
+  for (int64_t i = 0; i < mask.dim(); ++i) {
+    const auto size = mask.sym_size(mask.dim() - 1 - i);
+    if (size != 1 && size != whole[3 - i]) return false;
+  }
+  return true;
+}
+
+// The native chooser, for what is not ours. It runs above the Python and functorch keys, so that a FakeTensor or a
+// batched tensor may arrive here, which has no alias: the chooser is then asked about the tensor itself, since it reads
+// metadata only.
 int64_t fused_sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool enable_gqa) {
   const c10::DispatchKeySet native(substrate().keys().dense);
   using Choice = at::_ops::_fused_sdp_choice;
   const bool masked = mask && mask->defined();
+  if (is_ours(query, key, value, masked ? *mask : at::Tensor(), dropout, causal, enable_gqa)) {
+    return static_cast<int64_t>(sdp::SDPBackend::overrideable);
+  }
   int64_t choice = 0;
   if (can_be_aliased(query) && can_be_aliased(key) && can_be_aliased(value) && (!masked || can_be_aliased(*mask))) {
     const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
@@ -73,9 +130,9 @@ at::Tensor join_random_state(const at::Tensor& seed, const at::Tensor& offset) {
   return at::stack({seed, offset}).view(at::kUInt64);
 }
 
-AttentionOutputs attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                           const std::optional<at::Tensor>& bias, double dropout, bool causal, bool return_debug_mask,
-                           std::optional<double> scale) {
+AttentionOutputs flash_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                 const std::optional<at::Tensor>& bias, double dropout, bool causal,
+                                 bool return_debug_mask, std::optional<double> scale) {
   TORCH_CHECK(!bias || !bias->defined(), "quartz: _scaled_dot_product_fused_attention_overrideable: attn_bias is not ",
               "supported by the flash kernel behind it; call scaled_dot_product_attention, which chooses another");
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
@@ -94,7 +151,7 @@ AttentionOutputs attention(const at::Tensor& query, const at::Tensor& key, const
       scope.to_quartz(seed),   scope.to_quartz(offset),    scope.to_quartz(debug)};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> flash_attention_backward(
     const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor&, std::array<bool, 4>, const at::Tensor& output, const at::Tensor& logsumexp,
     const at::Tensor& cum_q, const at::Tensor& cum_k, int64_t max_q, int64_t max_k, double dropout, bool causal,
@@ -114,12 +171,198 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
   return {cut(grad_q, query), cut(grad_k, key), cut(grad_v, value), at::Tensor()};
 }
 
+// ---- host ----------------------------------------------------------------------------------------------------------
+
+at::Tensor as_batch(const at::Tensor& tensor) { return tensor.dim() == 3 ? tensor.unsqueeze(0) : tensor; }
+
+// In the order of the query's strides, as PyTorch's meta function has it.
+at::Tensor output_like(const at::Tensor& query, int64_t value_size) {
+  if (query.size(-1) == value_size) return at::empty_like(query);
+  std::array<int64_t, 4> order{0, 1, 2, 3};
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return query.stride(a) > query.stride(b); });
+  auto sizes = query.sizes().vec();
+  sizes[3] = value_size;
+  std::vector<int64_t> strides(4);
+  int64_t stride = 1;
+  for (int i = 3; i >= 0; --i) {
+    strides[order[i]] = stride;
+    stride *= sizes[order[i]];
+  }
+  return at::empty_strided(sizes, strides, query.options());
+}
+
+at::Tensor zero_scalar(const at::Tensor& like) {
+  auto zero = at::empty({}, like.options().dtype(at::kLong));
+  *zero.mutable_data_ptr<int64_t>() = 0;
+  return zero;
+}
+
+AttentionOutputs host_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                const std::optional<at::Tensor>& bias, double dropout, bool causal,
+                                bool /*return_debug_mask*/, std::optional<double> scale) {
+  const char* op = "_scaled_dot_product_fused_attention_overrideable";
+  const auto mask = bias.value_or(at::Tensor());
+  TORCH_CHECK(is_ours(query, key, value, mask, dropout, causal, true), "quartz: ", op,
+              ": takes float32, float16 or bfloat16 tensors of 3 or 4 dimensions without dropout, a mask that ",
+              "broadcasts, and not both a mask and is_causal; call scaled_dot_product_attention, which chooses");
+  auto out = output_like(query, value.size(-1));
+  const auto q = with_contiguous_rows(as_batch(query)), k = with_contiguous_rows(as_batch(key)),
+             v = with_contiguous_rows(as_batch(value));
+  const auto whole = as_batch(out);
+  const auto rows = whole.stride(-1) == 1 || whole.size(-1) == 1 ? whole : at::empty(whole.sizes(), whole.options());
+  auto logsumexp = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
+  auto arguments = dense_attention(q, k, v, rows, attention_scale(scale, query.size(-1)));
+  arguments.causal = causal;  // query_offset 0: PyTorch's triangle begins at the upper left
+  arguments.logsumexp = logsumexp.mutable_data_ptr<float>();
+  arguments.logsumexp_strides = attention_strides(logsumexp);
+  if (mask.defined()) set_attention_mask(arguments, mask);
+  run_attention(op, arguments, query);
+  if (!rows.is_same(whole)) whole.copy_(rows);
+  const auto seed = zero_scalar(query);
+  return {out, logsumexp, {}, {}, query.size(-2), key.size(-2), seed, zero_scalar(query), {}};
+}
+
+// Sums of the query heads that share a key head, back in the dtype.
+at::Tensor sum_groups(const at::Tensor& gradient, const at::Tensor& like) {
+  if (gradient.size(1) == like.size(1)) return gradient.to(like.scalar_type());
+  const int64_t group = gradient.size(1) / like.size(1);
+  return gradient.unflatten(1, {like.size(1), group}).sum(2, false, at::kFloat).to(like.scalar_type());
+}
+
+struct AttentionGradients {
+  at::Tensor q, k, v, bias;
+};
+
+// From the formula, one sequence at a time:  P = exp(S - logsumexp),  dV = P^T dO,  dS = P (dO V^T - rowsum(dO O)).
+AttentionGradients plain_backward(const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+                                  const at::Tensor& value, const at::Tensor& mask, bool bias_gradient,
+                                  const at::Tensor& output, const at::Tensor& logsumexp, bool causal, double scale) {
+  AttentionGradients result{at::empty_like(query), at::empty_like(key), at::empty_like(value), {}};
+  if (bias_gradient) result.bias = at::zeros(mask.sizes(), mask.options().dtype(at::kFloat));
+  const int64_t group = query.size(1) / key.size(1), keys = key.size(2), queries = query.size(2);
+  at::Tensor hidden;
+  if (causal) {
+    const auto options = query.options().dtype(at::kLong);
+    hidden = at::arange(keys, options).unsqueeze(0) > at::arange(queries, options).unsqueeze(1);
+  }
+  for (int64_t b = 0; b < query.size(0); ++b) {
+    const auto one = [&](const at::Tensor& tensor) { return tensor.select(0, b).to(at::kFloat); };
+    const auto q = one(query), out = one(output), grad = one(grad_output);
+    const auto k = one(key).repeat_interleave(group, 0), v = one(value).repeat_interleave(group, 0);
+    auto scores = at::matmul(q, k.transpose(1, 2)).mul_(scale);
+    if (mask.defined()) scores.add_(mask.dim() == 4 ? mask.select(0, mask.size(0) == 1 ? 0 : b) : mask);
+    if (hidden.defined()) scores.masked_fill_(hidden, -std::numeric_limits<double>::infinity());
+    const auto shift = logsumexp.select(0, b).unsqueeze(-1);
+    const auto p = scores.sub_(shift).exp_().masked_fill_(shift == -std::numeric_limits<double>::infinity(), 0);
+    const auto delta = grad.mul(out).sum(-1, true);
+    const auto grad_scores = at::matmul(grad, v.transpose(1, 2)).sub_(delta).mul_(p);
+    // What a row does not see has the gradient 0, whatever its value holds.
+    grad_scores.masked_fill_(p == 0, 0);
+    result.q.select(0, b).copy_(at::matmul(grad_scores, k).mul_(scale));
+    const auto per_group = [&](const at::Tensor& gradient) {
+      return gradient.unflatten(0, {key.size(1), group}).sum(1);
+    };
+    result.k.select(0, b).copy_(per_group(at::matmul(grad_scores.transpose(1, 2), q).mul_(scale)));
+    result.v.select(0, b).copy_(per_group(at::matmul(p.transpose(1, 2), grad)));
+    if (bias_gradient) {
+      auto place = mask.dim() == 4 && mask.size(0) != 1 ? result.bias.select(0, b) : result.bias;
+      const auto whole = mask.dim() == 4 && mask.size(0) == 1 ? grad_scores.unsqueeze(0) : grad_scores;
+      place.add_(at::sum_to(whole, place.sizes()));
+    }
+  }
+  if (bias_gradient) result.bias = result.bias.to(mask.scalar_type());
+  return result;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backward(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& bias, std::array<bool, 4> needed, const at::Tensor& output, const at::Tensor& logsumexp,
+    const at::Tensor&, const at::Tensor&, int64_t, int64_t, double, bool causal, const at::Tensor&, const at::Tensor&,
+    std::optional<double> scale) {
+  const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  AliasScope scope;
+  const double factor = attention_scale(scale, query.size(-1));
+  const auto q = as_batch(scope.to_native(query)), k = as_batch(scope.to_native(key)),
+             v = as_batch(scope.to_native(value)), grad = as_batch(scope.to_native(grad_output)),
+             out = as_batch(scope.to_native(output)), lse = scope.to_native(logsumexp);
+  const auto mask = bias.defined() ? scope.to_native(bias) : at::Tensor();
+  AttentionGradients result;
+  if (!mask.defined() && v.size(3) == q.size(3) && (!causal || k.size(2) >= q.size(2))) {
+    // Every row has keys and nothing is masked: PyTorch's fused backward pass, which takes our logsumexp.
+    const int64_t group = q.size(1) / k.size(1);
+    const auto wide_k = group == 1 ? k : k.repeat_interleave(group, 1);
+    const auto wide_v = group == 1 ? v : v.repeat_interleave(group, 1);
+    std::tie(result.q, result.k, result.v) = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, wide_k, wide_v, out, lse, 0., causal, std::nullopt, factor);
+    result.k = sum_groups(result.k, k);
+    result.v = sum_groups(result.v, v);
+  } else {
+    result = plain_backward(grad, q, k, v, mask, needed[3] && mask.defined(), out, lse, causal, factor);
+  }
+  const auto like = [&](const at::Tensor& gradient, const at::Tensor& argument) {
+    return scope.to_quartz(argument.dim() == 3 ? gradient.squeeze(0) : gradient);
+  };
+  return {like(result.q, query), like(result.k, key), like(result.v, value),
+          result.bias.defined() ? scope.to_quartz(result.bias) : at::Tensor()};
+}
+
+// The gradients as differentiable operations on what they depend on, for second derivatives: PyTorch has no formula.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> differentiable_backward(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& bias, bool causal, double scale) {
+  const int64_t group = query.size(-3) / key.size(-3), dim = query.dim() - 3;
+  const auto k = group == 1 ? key : key.repeat_interleave(group, dim);
+  const auto v = group == 1 ? value : value.repeat_interleave(group, dim);
+  auto scores = at::matmul(query, k.transpose(-2, -1)) * scale;
+  if (bias.defined()) scores = scores + bias;
+  if (causal) {
+    const auto options = query.options().dtype(at::kLong);
+    const auto hidden =
+        at::arange(key.size(-2), options).unsqueeze(0) > at::arange(query.size(-2), options).unsqueeze(1);
+    scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
+  }
+  const auto p = at::_safe_softmax(scores, -1, at::kFloat).to(query.scalar_type());  // rows without keys: 0
+  const auto grad_p = at::matmul(grad_output, v.transpose(-2, -1));
+  const auto grad_scores = p * (grad_p - (grad_p * p).sum(-1, true));
+  const auto per_group = [&](const at::Tensor& gradient, const at::Tensor& like) {
+    return group == 1 ? gradient : gradient.unflatten(dim, {like.size(dim), group}).sum(dim + 1);
+  };
+  return {at::matmul(grad_scores, k) * scale, per_group(at::matmul(grad_scores.transpose(-2, -1), query) * scale, key),
+          per_group(at::matmul(p.transpose(-2, -1), grad_output), value),
+          bias.defined() ? at::sum_to(grad_scores, bias.sizes()).to(bias.scalar_type()) : at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backward_autograd(
+    c10::DispatchKeySet keys, const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
+    const at::Tensor& value, const at::Tensor& bias, std::array<bool, 4> needed, const at::Tensor& output,
+    const at::Tensor& logsumexp, const at::Tensor& cum_q, const at::Tensor& cum_k, c10::SymInt max_q, c10::SymInt max_k,
+    double dropout, bool causal, const at::Tensor& seed, const at::Tensor& offset, std::optional<double> scale) {
+  const auto tracked = [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); };
+  if (at::GradMode::is_enabled() &&
+      (tracked(grad_output) || tracked(query) || tracked(key) || tracked(value) || tracked(bias))) {
+    return differentiable_backward(grad_output, query, key, value, bias, causal,
+                                   attention_scale(scale, query.size(-1)));
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return at::_ops::_scaled_dot_product_fused_attention_overrideable_backward::redispatch(
+      keys & c10::after_autograd_keyset, grad_output, query, key, value, bias, needed, output, logsumexp, cum_q, cum_k,
+      std::move(max_q), std::move(max_k), dropout, causal, seed, offset, scale);
+}
+
 }  // namespace
 
 void register_attention(torch::Library& library) {
-  if (!substrate().is_cuda()) return;  // the CPU's chooser answers with operators the fallback serves
-  own_kernel<&attention>(library, "_scaled_dot_product_fused_attention_overrideable");
-  own_kernel<&attention_backward>(library, "_scaled_dot_product_fused_attention_overrideable_backward");
+  const char* forward = "_scaled_dot_product_fused_attention_overrideable";
+  const char* backward = "_scaled_dot_product_fused_attention_overrideable_backward";
+  if (substrate().is_cuda()) {
+    own_kernel<&flash_attention>(library, forward);
+    own_kernel<&flash_attention_backward>(library, backward);
+  } else {
+    own_kernel<&host_attention>(library, forward);
+    own_kernel<&host_attention_backward>(library, backward);
+    permanent_library("aten", c10::DispatchKey::AutogradPrivateUse1)
+        .impl(backward, TORCH_FN(host_attention_backward_autograd));
+  }
 }
 
 }  // namespace quartz

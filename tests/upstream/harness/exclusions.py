@@ -59,7 +59,11 @@ _RNN = (
     "PyTorch's recurrent composites test whether the device is the CPU: only there the input gates of all steps are "
     "computed at once and the cells are not fused, so sums are taken in another order"
 )
+_ATTENTION = (
+    "the kernel is this project's: its order of sums is that of docs/ops/attention.md, not that of PyTorch's kernel"
+)
 CLOSE_ON_HOST: dict[str, str] = {
+    "nn_functional_scaled_dot_product_attention": _ATTENTION,
     "nn_GRU": _RNN,
     "nn_GRUCell": _RNN,
     "nn_LSTM": _RNN,
