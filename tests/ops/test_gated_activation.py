@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch_quartz import ops
 from torch_quartz.testing import FLOATS, same_bits, surrounded
 
@@ -133,7 +133,7 @@ def test_errors():
         ops.gated_activation(x.int(), x.int())
     with pytest.raises(RuntimeError, match="up must be None where interleaved is true"):
         ops.gated_activation(x, x, interleaved=True)
-    with pytest.raises(ValueError, match="activation must be one of silu, gelu, .* got tanh"):
+    with pytest.raises(ValueError, match=r"activation must be one of silu, gelu, .* got tanh"):
         ops.gated_activation(x, x, "tanh")
     with pytest.raises(ValueError, match="approximate must be 'none' or 'tanh', got 'exact'"):
         ops.gelu_and_mul(x, "exact")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 from torch_quartz import ops
 from torch_quartz.testing import FLOATS, same_bits, surrounded
 

@@ -75,7 +75,7 @@ def test_float32_tables_round_once(dtype):
 
 
 def test_tables_without_a_batch_and_three_dimensions():
-    q, k, cos, sin = arguments(torch.float32, 16, 16, False)
+    q, _k, cos, sin = arguments(torch.float32, 16, 16, False)
     for shape in ((1, 3, 16), (3, 16)):
         c, s = cos[:1].reshape(shape), sin[:1].reshape(shape)
         got = ops.rotary(q.to("quartz"), c.to("quartz"), s.to("quartz"))
@@ -85,7 +85,7 @@ def test_tables_without_a_batch_and_three_dimensions():
 
 
 def test_strides_are_those_of_the_input():
-    q, k, cos, sin = (t.to("quartz") for t in arguments(torch.bfloat16, 16, 16, False, heads_dim=-2))
+    q, _k, cos, sin = (t.to("quartz") for t in arguments(torch.bfloat16, 16, 16, False, heads_dim=-2))
     y = ops.rotary(q.transpose(1, 2), cos, sin)
     assert y.stride() == q.transpose(1, 2).stride()
     assert same_bits(y, ops.rotary(q, cos, sin, heads_dim=-2).transpose(1, 2))
@@ -121,7 +121,7 @@ def test_gradients(style, pair_table):
 def test_bits_of_a_position_depend_on_it_alone(data):
     dtype, style = data.draw(st.sampled_from(FLOATS)), data.draw(st.sampled_from(STYLES))
     half, batch, positions = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
-    q, k, cos, sin = arguments(dtype, 2 * half + 3, 2 * half, False, batch=batch, positions=positions)
+    q, _k, cos, sin = arguments(dtype, 2 * half + 3, 2 * half, False, batch=batch, positions=positions)
     b, p = data.draw(st.integers(0, batch - 1)), data.draw(st.integers(0, positions - 1))
     alone = ops.rotary(
         *(t.to("quartz") for t in (q[b : b + 1, :, p : p + 1], cos[b : b + 1, p : p + 1], sin[b : b + 1, p : p + 1])),
@@ -142,7 +142,7 @@ def test_bits_of_a_position_depend_on_it_alone(data):
 @pytest.mark.parametrize("style", STYLES)
 def test_instruction_sets_agree(style, instruction_sets):
     for dtype in FLOATS:
-        q, k, cos, sin = (t.to("quartz") for t in arguments(dtype, 70, 66, False))
+        q, _k, cos, sin = (t.to("quartz") for t in arguments(dtype, 70, 66, False))
         results = [ops.rotary(q, cos, sin, style=style) for _ in instruction_sets()]
         assert all(same_bits(result, results[0]) for result in results)
 

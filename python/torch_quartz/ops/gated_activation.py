@@ -27,8 +27,8 @@ def gated_activation(
     up : Tensor or None
         Shape and dtype of `gate`.
     activation : {"silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"}
-        The last one is that of gpt-oss: with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)`` the result is
-        ``(u + 1) * g * sigmoid(alpha * g)``.
+        The last one is that of gpt-oss: with ``g = min(gate, limit)`` and ``u = clamp(up, -limit, limit)`` the result
+        is ``(u + 1) * g * sigmoid(alpha * g)``.
     interleaved : bool
         Without `up`: gate and up alternate, instead of the first half being the gate.
     round_first : bool
