@@ -1,4 +1,4 @@
-"""quartz::sample as plain Python loops over integers and NumPy floats: the formulas of docs/ops/sample.md, nothing shared."""
+"""quartz::sample as plain loops over integers and NumPy floats: the formulas of docs/ops/sample.md, nothing shared."""
 
 import math
 
@@ -167,7 +167,7 @@ def kept_tokens(x, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     if min_p > 0:
         lowest = log(F(min_p)) if F(min_p) < 1 else F(0)
         order = [i for i in order if z[i] >= lowest]
-    if 0 < top_k:
+    if top_k > 0:
         order = order[:top_k]
     if F(top_p) < 1:
         limit = max(1, int(float(max(F(top_p), F(0))) * float(sum(mass(z[i]) for i in order))))
