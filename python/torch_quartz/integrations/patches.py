@@ -20,6 +20,7 @@ from torch_quartz.integrations import (
     safetensors,
     transformers,
     transformers_experts,
+    transformers_fused,
 )
 
 
@@ -82,6 +83,7 @@ PATCHES = (
     _patch(accelerate),
     _patch(transformers),
     _patch(transformers_experts),
+    _patch(transformers_fused),
 )
 
 _installed: list[Patch] = []

@@ -100,6 +100,26 @@ def undo() -> None:
     _changes.undo()
 
 
+def disable() -> None:
+    """Take back every change of Transformers: of loading, of experts, of attention and of the fused modules.
+
+    Models on quartz keep working, with Transformers' own code. `torch_quartz.install_patches` brings the changes back.
+
+    Examples
+    --------
+    >>> from torch_quartz.integrations import patches, transformers
+    >>> transformers.disable()
+    >>> [name for name in patches.installed() if name.startswith("transformers")]
+    []
+    >>> torch_quartz.install_patches()
+    """
+    from torch_quartz.integrations import patches
+
+    for name in patches.installed():
+        if name.startswith("transformers"):
+            patches.undo(name)
+
+
 def _on_host() -> bool:
     from torch_quartz import _C
 
