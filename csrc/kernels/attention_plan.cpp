@@ -1,0 +1,84 @@
+#include "kernels/attention_plan.h"
+
+#include <algorithm>
+
+#include "kernels/attention_planner.h"
+
+namespace quartz::kernels {
+namespace {
+
+// Rows of partial results that a call may use at most (128 MB at head size 128); beyond, units stay whole.
+constexpr int64_t kMostPartialRows = 262144;
+
+struct OneThread {
+  int rank() const { return 0; }
+  int size() const { return 1; }
+  void sync() const {}
+  void add(int32_t* to, int32_t value) const { *to += value; }
+  void max(int32_t* to, int32_t value) const { *to = std::max(*to, value); }
+  void min(int32_t* to, int32_t value) const { *to = std::min(*to, value); }
+  void scan(int32_t* counts, int n) const {
+    int32_t sum = 0;
+    for (int i = 0; i < n; ++i) {
+      const int32_t count = counts[i];
+      counts[i] = sum;
+      sum += count;
+    }
+    counts[n] = sum;
+  }
+};
+
+int64_t blocks(int64_t tokens, int64_t step) { return (tokens + step - 1) / step; }
+
+}  // namespace
+
+int attention_group(int64_t query_heads, int64_t key_heads) {
+  const int64_t heads = query_heads / key_heads;
+  for (int64_t group = std::min<int64_t>(heads, 64); group > 1; --group) {
+    if (heads % group == 0) return static_cast<int>(group);
+  }
+  return 1;
+}
+
+AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
+  const bool ragged = input.query_starts.data != nullptr;
+  const int64_t step = 64 / input.group, wide_step = 2 * step, sequences = input.sequences, heads = input.heads;
+  const int64_t rows = ragged ? input.queries : sequences * input.queries;
+  // The most queries of one sequence. As many rows as sequences is decoding; should a sequence have more rows than its
+  // share after all, it has more units.
+  int64_t most = ragged ? input.most_queries : input.queries;
+  if (ragged && most <= 0) most = rows == sequences ? 1 : std::max<int64_t>(rows - sequences + 1, 1);
+  AttentionPlanRoom room{};
+  room.sequences = input.sequences;
+  room.processors = input.processors;
+  room.split_tokens = static_cast<int32_t>(std::max<int64_t>(1, std::min(step, most)));
+  if (most <= step) input.wide_allowed = false;
+  // Enough rows in larger sequences to fill the GPU with wide units.
+  const int64_t large = ragged ? rows - sequences : rows;
+  if (input.wide_allowed && blocks(large, wide_step) * heads >= 2 * input.processors) input.wide_always = true;
+  const bool all_wide = !ragged && input.wide_allowed && input.wide_always;
+  room.wide = static_cast<int32_t>(!input.wide_allowed ? 0
+                                   : ragged            ? (rows / wide_step + sequences) * heads
+                                                       : sequences * blocks(input.queries, wide_step) * heads);
+  const int64_t per_split = room.split_tokens;
+  room.split_units = static_cast<int32_t>(all_wide  ? 0
+                                          : !ragged ? sequences * blocks(input.queries, per_split) * heads
+                                          : input.wide_always && input.wide_allowed
+                                              ? std::min(sequences, rows) * heads
+                                              : (rows / per_split + std::min(sequences, rows)) * heads);
+  if (room.split_units > 0) {
+    const int64_t chunks = AttentionChunks::of(static_cast<int>((int64_t{input.keys} + 127) / 128)) + 1;
+    room.slot_rows = room.split_tokens * input.group;
+    room.items = 2 * input.processors + 3 * room.split_units + 2048;
+    room.folds = chunks > 1 ? std::min(room.split_units, 3 * input.processors) : 0;  // one chunk is never cut
+    room.most_slots = static_cast<int32_t>(chunks + 1);
+    room.slots = static_cast<int32_t>(std::min<int64_t>(room.folds * (chunks + 1), kMostPartialRows / room.slot_rows));
+  }
+  return room;
+}
+
+void plan_attention(const AttentionPlanInput& input, const AttentionPlanRoom& room, int32_t* words) {
+  AttentionPlanner<OneThread>(OneThread{}, input, room, words, words + room.scratch_at()).run();
+}
+
+}  // namespace quartz::kernels

@@ -1,0 +1,419 @@
+// The planner of attention_plan.h, for a team of threads: one on the host, a block of them on the GPU. Every phase is a
+// loop over sequences, units or processors that the team's threads share; a barrier stands between phases.
+#pragma once
+
+#include "kernels/attention_plan.h"
+
+#ifdef __CUDACC__
+#define QUARTZ_PLANNER __device__
+#else
+#define QUARTZ_PLANNER
+#endif
+
+namespace quartz::kernels {
+
+// Team: rank(), size(), sync(), scan(int32_t* counts, n) (exclusive, in place, counts[n] becomes the sum; with
+// barriers).
+template <class Team>
+class AttentionPlanner {
+ public:
+  QUARTZ_PLANNER AttentionPlanner(const Team& team, const AttentionPlanInput& input, const AttentionPlanRoom& room,
+                                  int32_t* words, int32_t* scratch)
+      : team_(team), in_(input), room_(room), words_(words) {
+    int32_t* at = scratch;
+    const auto take = [&](int64_t n) {
+      int32_t* const taken = at;
+      at += n;
+      return taken;
+    };
+    sums_ = take(8);
+    tiles_ = take(in_.sequences + 2);
+    order_ = take(in_.sequences + 2);
+    split_begin_ = take(in_.sequences + 2);
+    wide_begin_ = take(in_.sequences + 2);
+    kind_ = take(in_.sequences + 2);
+    unit_begin_ = take(room.split_units + 2);
+    cut_ = take(room.split_units + 2);
+    slot_ = take(room.split_units + 2);
+    fold_ = take(room.split_units + 2);
+    piece_ = take(room.split_units + 2);
+    wide_tiles_ = take(room.wide);
+    items_ = reinterpret_cast<AttentionItem*>(words + room.items_at());
+    wide_ = reinterpret_cast<AttentionItem*>(words + room.wide_at());
+    folds_ = reinterpret_cast<AttentionFold*>(words + room.folds_at());
+  }
+
+  QUARTZ_PLANNER void run() {
+    for (int i = team_.rank(); i < 16; i += team_.size()) words_[i] = 0;
+    for (int i = team_.rank(); i < 8; i += team_.size()) sums_[i] = 0;
+    for (int i = team_.rank(); i <= in_.processors; i += team_.size()) words_[room_.offsets_at() + i] = 0;
+    team_.sync();
+    classify();
+    sort_sequences();
+    plan_wide();
+    plan_split();
+  }
+
+ private:
+  using Chunks = AttentionChunks;
+  enum SequenceKind { kNothing, kSplit, kWide, kEither };
+  enum Sum { kWideTiles, kLongest, kSplitTiles };
+
+  struct Sequence {
+    int token, queries, keys, position;
+  };
+  struct Unit {
+    int sequence, head, token, tokens, position, keys, first, last;  // tiles
+    QUARTZ_PLANNER int tiles() const { return last - first; }
+  };
+
+  static QUARTZ_PLANNER int lower(int a, int b) { return a < b ? a : b; }
+  static QUARTZ_PLANNER int higher(int a, int b) { return a > b ? a : b; }
+  static QUARTZ_PLANNER int clamp(int64_t x, int64_t low, int64_t high) {
+    return static_cast<int>(x < low ? low : x > high ? high : x);
+  }
+  QUARTZ_PLANNER int split_step() const { return room_.split_tokens; }
+  QUARTZ_PLANNER int wide_step() const { return 2 * (64 / in_.group); }
+
+  // Lengths out of bounds are brought within: on the GPU nobody can report them.
+  QUARTZ_PLANNER Sequence sequence(int s) const {
+    if (in_.query_starts.data == nullptr) return {0, in_.queries, in_.keys, in_.query_offset};
+    const int begin = clamp(in_.query_starts[s], 0, in_.queries),
+              end = clamp(in_.query_starts[s + 1], begin, in_.queries);
+    const int keys = clamp(in_.key_counts[s], 0, in_.keys);
+    return {begin, end - begin, keys, keys - (end - begin)};
+  }
+
+  QUARTZ_PLANNER Unit unit_of(int s, int block, int head, int step) const {
+    const Sequence of = sequence(s);
+    Unit u{
+        s, head, of.token + block * step, lower(step, of.queries - block * step), of.position + block * step, of.keys,
+        0, 1};
+    int end = of.keys, low = 0;
+    if (in_.causal) end = lower(end, u.position + u.tokens);
+    if (in_.window > 0) low = higher(0, u.position + 1 - in_.window);
+    u.last = higher(1, (end + kAttentionTile - 1) / kAttentionTile);
+    u.first = lower(low / kAttentionTile, u.last - 1);
+    return u;
+  }
+
+  static QUARTZ_PLANNER int blocks(int queries, int step) { return (queries + step - 1) / step; }
+
+  // Which kernel takes each sequence. Large ones are split over their keys, too, if there are too few of them to fill
+  // the GPU otherwise: the times compared were measured on an H200 at head size 128.
+  QUARTZ_PLANNER void classify() {
+    for (int s = team_.rank(); s < in_.sequences; s += team_.size()) {
+      const Sequence of = sequence(s);
+      const int n = blocks(of.queries, split_step());
+      tiles_[s] = of.queries > 0 ? unit_of(s, n - 1, 0, split_step()).tiles() : 0;
+      kind_[s] = of.queries == 0                                   ? kNothing
+                 : of.queries <= split_step() || !in_.wide_allowed ? kSplit
+                 : in_.wide_always                                 ? kWide
+                                                                   : kEither;
+      if (kind_[s] != kEither) continue;
+      // The mean of the first and the last block, for all of them.
+      const int mean = (unit_of(s, 0, 0, split_step()).tiles() + tiles_[s] + 1) / 2;
+      team_.add(sums_ + kWideTiles, saturated(int64_t{mean} * blocks(of.queries, wide_step()) * in_.heads));
+      team_.add(sums_ + kSplitTiles, saturated(int64_t{mean} * n * in_.heads));
+      team_.max(sums_ + kLongest, tiles_[s]);
+    }
+    team_.sync();
+    const float wide = sums_[kWideTiles] / static_cast<float>(in_.processors);
+    const float longest = static_cast<float>(sums_[kLongest]);
+    const float split = 1.05f * (sums_[kSplitTiles] / static_cast<float>(in_.processors)) + 4.0f;
+    const bool prefer_wide = (wide > longest ? wide : longest) <= split;
+    for (int s = team_.rank(); s < in_.sequences; s += team_.size()) {
+      if (kind_[s] == kEither) kind_[s] = prefer_wide ? kWide : kSplit;
+    }
+    team_.sync();
+  }
+  static QUARTZ_PLANNER int saturated(int64_t x) { return clamp(x, 0, 1 << 24); }
+
+  // order_: the sequences by their tiles, descending; equal ones ascending.
+  QUARTZ_PLANNER void sort_sequences() {
+    const bool same = in_.query_starts.data == nullptr;
+    for (int s = team_.rank(); s < in_.sequences; s += team_.size()) {
+      int rank = same ? s : 0;
+      for (int other = 0; !same && other < in_.sequences; ++other) {
+        rank += tiles_[other] > tiles_[s] || (tiles_[other] == tiles_[s] && other < s) ? 1 : 0;
+      }
+      order_[rank] = s;
+    }
+    team_.sync();
+    for (int i = team_.rank(); i < in_.sequences; i += team_.size()) {
+      const int s = order_[i], queries = sequence(s).queries;
+      split_begin_[i] = kind_[s] == kSplit ? blocks(queries, split_step()) * in_.heads : 0;
+      wide_begin_[i] = kind_[s] == kWide ? blocks(queries, wide_step()) * in_.heads : 0;
+    }
+    team_.scan(split_begin_, in_.sequences);
+    team_.scan(wide_begin_, in_.sequences);
+  }
+
+  // The last i with begin[i] <= x.
+  static QUARTZ_PLANNER int find(const int32_t* begin, int n, int x) {
+    int low = 0, high = n;  // begin[low] <= x < begin[high]
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      if (begin[middle] <= x) {
+        low = middle;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+
+  QUARTZ_PLANNER Unit split_unit(int u) const {
+    const int i = find(split_begin_, in_.sequences, u), rest = u - split_begin_[i];
+    return unit_of(order_[i], rest / in_.heads, rest % in_.heads, split_step());
+  }
+  // Of many: the blocks of one head after another, the longest first, so that few keys are in use at a time.
+  QUARTZ_PLANNER Unit wide_unit(int u) const {
+    const int i = find(wide_begin_, in_.sequences, u), rest = u - wide_begin_[i], s = order_[i];
+    const int n = (wide_begin_[i + 1] - wide_begin_[i]) / in_.heads;
+    return unit_of(s, n - 1 - rest % n, rest / n, wide_step());
+  }
+
+  QUARTZ_PLANNER AttentionItem item(const Unit& u, int begin, int end, int slot) const {
+    AttentionItem item;
+    item.sequence = u.sequence;
+    item.head = static_cast<int16_t>(u.head);
+    item.tokens = static_cast<uint8_t>(u.tokens);
+    item.flags = static_cast<uint8_t>((begin == u.first ? AttentionItem::kBegins : 0) |
+                                      (end == u.last ? AttentionItem::kEnds : 0));
+    item.token = u.token;
+    item.position = u.position;
+    item.keys = u.keys;
+    item.tile_begin = begin;
+    item.tile_end = end;
+    item.slot = slot;
+    return item;
+  }
+
+  QUARTZ_PLANNER void plan_wide() {
+    const int n = lower(wide_begin_[in_.sequences], room_.wide);
+    if (team_.rank() == 0) words_[kPlanWide] = n;
+    if (n == 0) return;
+    if (n >= kManyWide) {
+      for (int u = team_.rank(); u < n; u += team_.size()) {
+        const Unit unit = wide_unit(u);
+        wide_[u] = item(unit, unit.first, unit.last, 0);
+      }
+      return;
+    }
+    for (int u = team_.rank(); u < n; u += team_.size()) wide_tiles_[u] = wide_unit(u).tiles();
+    team_.sync();
+    for (int u = team_.rank(); u < n; u += team_.size()) {
+      int rank = 0;
+      for (int other = 0; other < n; ++other) {
+        rank += wide_tiles_[other] > wide_tiles_[u] || (wide_tiles_[other] == wide_tiles_[u] && other < u) ? 1 : 0;
+      }
+      const Unit unit = wide_unit(u);
+      wide_[rank] = item(unit, unit.first, unit.last, 0);
+    }
+  }
+
+  // The boundary of a chunk near a tile; the lower one if `down`.
+  static QUARTZ_PLANNER int boundary(const Unit& u, int tile, bool down) {
+    const int chunk = Chunks::of(tile);
+    const int begin = higher(Chunks::begin(chunk), u.first), end = lower(Chunks::begin(chunk + 1), u.last);
+    return down || (tile - begin) * 2 <= end - begin ? begin : end;
+  }
+
+  QUARTZ_PLANNER void plan_split() {
+    const int n = lower(split_begin_[in_.sequences], room_.split_units);
+    if (n == 0) return;
+    for (int u = team_.rank(); u < n; u += team_.size()) unit_begin_[u] = split_unit(u).tiles();
+    team_.scan(unit_begin_, n);
+    const int64_t tiles = unit_begin_[n];
+    if (tiles < int64_t{kEvenTiles} * in_.processors) {
+      even_runs(n, tiles);
+    } else {
+      shared_tails(n, tiles);
+    }
+  }
+
+  // Gives slots and folds to the units with cut_ < last, as far as there is room; the others become whole again.
+  QUARTZ_PLANNER void give_slots(int n) {
+    for (int u = team_.rank(); u < n; u += team_.size()) {
+      const Unit unit = split_unit(u);
+      const bool cut = cut_[u] < unit.last;
+      slot_[u] = cut ? 2 + Chunks::of(unit.last - 1) - Chunks::of(cut_[u]) : 0;
+      fold_[u] = cut ? 1 : 0;
+    }
+    team_.scan(slot_, n);
+    team_.scan(fold_, n);
+    for (int u = team_.rank(); u < n; u += team_.size()) {
+      const int slots = slot_[u + 1] - slot_[u];
+      if (slots == 0) continue;
+      const Unit unit = split_unit(u);
+      if (slot_[u + 1] > room_.slots || fold_[u + 1] > room_.folds) {
+        cut_[u] = unit.last;
+      } else {
+        folds_[fold_[u]] = {unit.sequence, unit.head, unit.token, unit.tokens, slot_[u], slots, {0, 0}};
+        team_.max(words_ + kPlanFolds, fold_[u + 1]);
+      }
+    }
+    team_.sync();
+  }
+  QUARTZ_PLANNER int slot_of(int u, const Unit& unit, int begin) const {
+    if (cut_[u] >= unit.last) return 0;
+    return begin == unit.first ? slot_[u] : slot_[u] + 1 + Chunks::of(begin) - Chunks::of(cut_[u]);
+  }
+
+  // Few tiles: all units in a row, cut into equal runs at the nearest boundaries of chunks.
+  QUARTZ_PLANNER int even_end(int n, int64_t tiles, int processor) const {
+    if (processor + 1 >= in_.processors) return static_cast<int>(tiles);
+    const int ideal = static_cast<int>((processor + 1) * tiles / in_.processors), u = find(unit_begin_, n, ideal);
+    const Unit unit = split_unit(u);
+    return unit_begin_[u] + boundary(unit, unit.first + ideal - unit_begin_[u], false) - unit.first;
+  }
+  QUARTZ_PLANNER void even_runs(int n, int64_t tiles) {
+    int32_t* const offsets = words_ + room_.offsets_at();
+    for (int u = team_.rank(); u < n; u += team_.size()) cut_[u] = split_unit(u).last;
+    team_.sync();
+    for (int i = team_.rank(); i + 1 < in_.processors; i += team_.size()) {
+      const int end = even_end(n, tiles, i);
+      if (end >= tiles) continue;
+      const int u = find(unit_begin_, n, end);
+      if (end > unit_begin_[u]) team_.min(cut_ + u, split_unit(u).first + end - unit_begin_[u]);
+    }
+    team_.sync();
+    give_slots(n);
+    // Two passes: how many items each processor has after its first, then the items.
+    for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
+      const int count = run_of(n, tiles, i, -1);
+      offsets[i] = count > 1 ? count - 1 : 0;
+    }
+    team_.scan(offsets, in_.processors);
+    for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
+      run_of(n, tiles, i, in_.processors + offsets[i]);
+    }
+    team_.sync();
+    for (int i = team_.rank(); i <= in_.processors; i += team_.size()) {
+      offsets[i] += in_.processors;
+      if (i == in_.processors) words_[kPlanStatic] = words_[kPlanAll] = offsets[i];
+    }
+  }
+  // The items of a processor's run: counts them, and writes them if `at` (place of the second) is not negative. A unit
+  // that stays whole belongs to the run in which it begins.
+  QUARTZ_PLANNER int run_of(int n, int64_t tiles, int processor, int at) {
+    const int begin = processor == 0 ? 0 : even_end(n, tiles, processor - 1), end = even_end(n, tiles, processor);
+    int count = 0;
+    if (begin < end) {
+      for (int u = find(unit_begin_, n, begin); u < n && unit_begin_[u] < end; ++u) {
+        const Unit unit = split_unit(u);
+        int from = unit.first + higher(0, begin - unit_begin_[u]);
+        int to = lower(unit.last, unit.first + end - unit_begin_[u]);
+        if (cut_[u] >= unit.last) {
+          if (from > unit.first) continue;
+          to = unit.last;
+        }
+        if (at >= 0) items_[count == 0 ? processor : at + count - 1] = item(unit, from, to, slot_of(u, unit, from));
+        ++count;
+      }
+    }
+    if (count == 0 && at >= 0) items_[processor].sequence = -1;
+    return count;
+  }
+
+  // Many tiles: the units, longest first, go to the processors in turns, back and forth. A processor keeps what fits
+  // into its room, the last of it cut at a boundary; the rest is shared in pieces by those that finish first.
+  QUARTZ_PLANNER int snake(int processor, int round) const {
+    return round * in_.processors + (round % 2 == 0 ? processor : in_.processors - 1 - processor);
+  }
+  QUARTZ_PLANNER void shared_tails(int n, int64_t tiles) {
+    int32_t* const offsets = words_ + room_.offsets_at();
+    const float share = static_cast<float>(tiles) / static_cast<float>(in_.processors);
+    const float room = (share < 24.0f ? 1.0f : 0.95f) * share;
+    const int rounds = (n + in_.processors - 1) / in_.processors;
+    for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
+      float load = 0.0f;
+      for (int round = 0; round < rounds; ++round) {
+        const int u = snake(i, round);
+        if (u >= n) continue;
+        const Unit unit = split_unit(u);
+        const float left = room - load;
+        int end = unit.last;
+        if (static_cast<float>(unit.tiles()) > left + 1.0f) {
+          end = left > 0.0f ? boundary(unit, unit.first + static_cast<int>(left), true) : unit.first;
+        }
+        piece_[u] = end > unit.first ? 1 : 0;  // the processor keeps a prefix
+        cut_[u] = end;
+        if (end == unit.first) {  // all of it is shared: cut unless it is small
+          cut_[u] = static_cast<float>(unit.tiles()) > 0.05f * share ? piece_end(unit, unit.first) : unit.last;
+        }
+        load += static_cast<float>(end - unit.first);
+      }
+    }
+    team_.sync();
+    give_slots(n);
+    for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
+      int count = 0;
+      for (int round = 0; round < rounds; ++round) {
+        const int u = snake(i, round);
+        if (u < n && piece_[u] != 0) ++count;
+      }
+      offsets[i] = count > 1 ? count - 1 : 0;
+    }
+    team_.scan(offsets, in_.processors);
+    for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
+      int count = 0;
+      for (int round = 0; round < rounds; ++round) {
+        const int u = snake(i, round);
+        if (u >= n || piece_[u] == 0) continue;
+        const Unit unit = split_unit(u);
+        const int at = count == 0 ? i : in_.processors + offsets[i] + count - 1;
+        items_[at] = item(unit, unit.first, cut_[u], slot_of(u, unit, unit.first));
+        ++count;
+      }
+      if (count == 0) items_[i].sequence = -1;
+    }
+    team_.sync();
+    // The pieces: what lies behind a kept prefix, or all of a unit.
+    const int statics = in_.processors + offsets[in_.processors];
+    for (;;) {
+      for (int u = team_.rank(); u < n; u += team_.size()) fold_[u] = pieces(u, split_unit(u), -1);
+      team_.scan(fold_, n);
+      if (statics + fold_[n] <= room_.items) break;
+      piece_tiles_ *= 4;  // too many for the room
+      team_.sync();
+    }
+    for (int u = team_.rank(); u < n; u += team_.size()) pieces(u, split_unit(u), statics + fold_[u]);
+    team_.sync();
+    for (int i = team_.rank(); i <= in_.processors; i += team_.size()) offsets[i] += in_.processors;
+    if (team_.rank() == 0) {
+      words_[kPlanStatic] = statics;
+      words_[kPlanAll] = statics + fold_[n];
+    }
+  }
+  QUARTZ_PLANNER int piece_end(const Unit& unit, int begin) const {
+    if (begin + piece_tiles_ >= unit.last) return unit.last;
+    return lower(unit.last, higher(boundary(unit, begin + piece_tiles_, false), Chunks::begin(Chunks::of(begin) + 1)));
+  }
+  QUARTZ_PLANNER int pieces(int u, const Unit& unit, int at) {
+    int count = 0;
+    int begin = piece_[u] != 0 ? cut_[u] : unit.first;
+    while (begin < unit.last) {
+      const int end = begin == unit.first ? cut_[u] : piece_end(unit, begin);
+      if (at >= 0) items_[at + count] = item(unit, begin, end, slot_of(u, unit, begin));
+      ++count;
+      begin = end;
+    }
+    return count;
+  }
+
+  static constexpr int kEvenTiles = 12, kManyWide = 1024;
+  int piece_tiles_ = 4;
+
+  const Team& team_;
+  const AttentionPlanInput& in_;
+  const AttentionPlanRoom& room_;
+  int32_t* words_;
+  int32_t *sums_, *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;  // for each sequence
+  int32_t *unit_begin_, *cut_, *slot_, *fold_, *piece_, *wide_tiles_;     // for each unit
+  AttentionItem *items_, *wide_;
+  AttentionFold* folds_;
+};
+
+}  // namespace quartz::kernels

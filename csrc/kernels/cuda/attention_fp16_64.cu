@@ -1,0 +1,5 @@
+#include "kernels/cuda/attention_kernel.cuh"
+
+namespace quartz::kernels::cuda::attention_kernels {
+template void launch<Float16, 64>(Kind, const Maps&, const Params&, int, bool, cudaStream_t);
+}  // namespace quartz::kernels::cuda::attention_kernels
