@@ -3,8 +3,11 @@
 
 #include "aten/rows.h"  // first: the *_ops.h headers do not include what they need
 
+#include <ATen/Dispatch.h>
 #include <ATen/ops/native_layer_norm_ops.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <algorithm>
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
@@ -15,9 +18,9 @@ namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// `mean` and `rstd`, if defined, are float32 with one element a row. The last `trailing` dimensions make up a row.
+// `mean` and `rstd` have one element a row, or are null. The last `trailing` dimensions make up a row.
 at::Tensor run(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias, double eps, int64_t trailing,
-               const at::Tensor& mean, const at::Tensor& rstd) {
+               float* mean, float* rstd) {
   const c10::DeviceGuard guard(x.device());
   auto y = empty_like_rows(x, x.sizes(), x.scalar_type());
   if (x.numel() == 0) return y;
@@ -29,10 +32,8 @@ at::Tensor run(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& 
   if (weights.defined()) a.weight = weights.const_data_ptr();
   if (biases.defined()) a.bias = biases.const_data_ptr();
   a.y = y.mutable_data_ptr();
-  if (mean.defined()) {
-    a.mean = mean.mutable_data_ptr<float>();
-    a.rstd = rstd.mutable_data_ptr<float>();
-  }
+  a.mean = mean;
+  a.rstd = rstd;
   a.rows = rows.count;
   a.width = rows.width;
   a.x_stride = rows.stride;
@@ -68,7 +69,7 @@ at::Tensor layer_norm(const at::Tensor& x, const OptionalTensor& weight, const O
   check_parameter("bias", b, x.size(-1));
   QUARTZ_CHECK_ARGUMENT(!w.defined() || !b.defined() || w.scalar_type() == b.scalar_type(), op, "bias",
                         "have the dtype of weight", b.scalar_type());
-  return run(x, w, b, eps, 1, {}, {});
+  return run(x, w, b, eps, 1, nullptr, nullptr);
 }
 
 // What PyTorch's kernels accept, too: parameters of the row's shape, both of one dtype, that of x or float32.
@@ -96,13 +97,21 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> native_layer_norm(const at::Tenso
   const auto rank = static_cast<int64_t>(shape.size());
   c10::SmallVector<int64_t, 6> sizes(x.sizes().begin(), x.sizes().end() - rank);
   sizes.resize(x.dim(), 1);
-  auto mean = empty_like_rows(x, sizes, at::kFloat), rstd = empty_like_rows(x, sizes, at::kFloat);
-  auto y = run(x, w, b, eps, rank, mean, rstd);
-  // The CPU's backward pass expects them in the dtype of x, unless the parameters are wider.
+  // The CPU's backward pass expects the statistics in the dtype of x, unless the parameters are wider.
   const auto parameters = w.defined() ? w.scalar_type() : b.defined() ? b.scalar_type() : x.scalar_type();
-  if (!on_gpu(x) && parameters == x.scalar_type() && x.scalar_type() != at::kFloat) {
-    return {y, mean.to(x.scalar_type()), rstd.to(x.scalar_type())};
+  const auto statistics = on_gpu(x) || parameters == at::kFloat ? at::kFloat : x.scalar_type();
+  auto mean = empty_like_rows(x, sizes, statistics), rstd = empty_like_rows(x, sizes, statistics);
+  if (statistics == at::kFloat) {
+    auto y = run(x, w, b, eps, rank, mean.mutable_data_ptr<float>(), rstd.mutable_data_ptr<float>());
+    return {y, mean, rstd};
   }
+  const auto rows = static_cast<std::size_t>(mean.numel());
+  std::vector<float> values(2 * rows);
+  auto y = run(x, w, b, eps, rank, values.data(), values.data() + rows);
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(statistics, "native_layer_norm", [&] {
+    std::copy_n(values.data(), rows, mean.mutable_data_ptr<scalar_t>());
+    std::copy_n(values.data() + rows, rows, rstd.mutable_data_ptr<scalar_t>());
+  });
   return {y, mean, rstd};
 }
 

@@ -55,6 +55,13 @@ def undo() -> None:
     _seen.clear()
 
 
+@functools.cache
+def _ops() -> ModuleType:
+    from torch_quartz import ops  # imported with the first model, not with the package
+
+    return ops
+
+
 def _watch_models(module: ModuleType) -> None:
     def make(original: Callable) -> Callable:
         @functools.wraps(original)
@@ -207,32 +214,15 @@ def _make_norm(original: Callable) -> Callable:
             form = _norms[key] = _norm_of(self, original)
         if form is None or hidden_states.shape[-1] != weight.shape[0]:
             return original(self, hidden_states)
-        return _rms_norm(hidden_states, weight, getattr(self, form.eps), form.offset, form.round_first)
+        return _ops().rms_norm(
+            hidden_states,
+            weight,
+            getattr(self, form.eps),
+            weight_offset=form.offset,
+            round_first=form.round_first,
+        )
 
     return forward
-
-
-def _below_autograd(op: Callable) -> Callable:
-    """Return `op`, past autograd (whose way costs more than a small kernel) where no gradients are recorded."""
-
-    def call(*arguments: Any, **options: Any) -> Any:
-        if torch.is_grad_enabled():
-            return op(*arguments, **options)
-        with torch._C._AutoDispatchBelowAutograd():
-            return op(*arguments, **options)
-
-    return call
-
-
-@functools.cache
-def _operator(name: str) -> Callable:
-    from torch_quartz import ops  # noqa: F401  (registers gradients and fake kernels)
-
-    return _below_autograd(getattr(torch.ops.quartz, name).default)
-
-
-def _rms_norm(*arguments: Any) -> Tensor:
-    return _operator("rms_norm")(*arguments)
 
 
 # ---- gated MLPs ---------------------------------------------------------------------------------------------------
@@ -303,7 +293,7 @@ def _make_mlp(original: Callable) -> Callable:
             or gate.device != up.device
         ):
             return self.down_proj(self.act_fn(gate) * up)
-        return self.down_proj(_operator("gated_activation")(gate, up, activation, round_first=True))
+        return self.down_proj(_ops().gated_activation(gate, up, activation, round_first=True))
 
     return forward
 
@@ -341,7 +331,7 @@ def _rotate(form: _Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, hea
         cos, sin = cos[..., :width], sin[..., :width]
     if form.in_float:
         cos, sin = cos.float(), sin.float()
-    return _operator("rotary_qk")(q, k, cos, sin, style=form.style, pair_table=form.pair_table, heads_dim=heads_dim)
+    return _ops().rotary_qk(q, k, cos, sin, style=form.style, pair_table=form.pair_table, heads_dim=heads_dim)
 
 
 def _rotation_of(original: Callable, size: int, width: int, dtype: torch.dtype, table: torch.dtype) -> _Rotation | None:

@@ -5,6 +5,10 @@ import math
 import torch
 from torch import Tensor
 
+from torch_quartz.ops._call import direct
+
+_gated_activation = direct(torch.ops.quartz.gated_activation.default)
+
 
 def gated_activation(
     gate: Tensor,
@@ -54,7 +58,7 @@ def gated_activation(
     >>> torch_quartz.ops.gated_activation(gate, up, "relu").cpu()
     tensor([2., 0.])
     """
-    return torch.ops.quartz.gated_activation(
+    return _gated_activation(
         gate, up, activation, interleaved=interleaved, round_first=round_first, alpha=alpha, limit=limit
     )
 
@@ -82,7 +86,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
     >>> torch_quartz.ops.silu_and_mul(torch.tensor([0.0, 5.0], device="quartz")).cpu()
     tensor([0.])
     """
-    return torch.ops.quartz.silu_and_mul(x)
+    return _gated_activation(x)
 
 
 def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
@@ -115,7 +119,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
     names = {"none": "gelu", "tanh": "gelu_tanh"}
     if approximate not in names:
         raise ValueError(f"quartz::gelu_and_mul: approximate must be 'none' or 'tanh', got {approximate!r}")
-    return torch.ops.quartz.gated_activation(x, None, names[approximate])
+    return _gated_activation(x, None, names[approximate])
 
 
 @torch.library.register_fake("quartz::gated_activation")

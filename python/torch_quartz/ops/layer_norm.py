@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+from torch_quartz.ops._call import direct
+
+_layer_norm = direct(torch.ops.quartz.layer_norm.default)
+
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
     """Normalise the last dimension: ``(x - mean) / sqrt(var + eps) * weight + bias``.
@@ -34,7 +38,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     >>> torch_quartz.ops.layer_norm(torch.tensor([[1.0, 3.0]], device="quartz"), eps=0.0).cpu()
     tensor([[-1.,  1.]])
     """
-    return torch.ops.quartz.layer_norm(x, weight, bias, eps)
+    return _layer_norm(x, weight, bias, eps)
 
 
 @torch.library.register_fake("quartz::layer_norm")

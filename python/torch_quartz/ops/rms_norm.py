@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor
 
+from torch_quartz.ops._call import direct
+
+_rms_norm = direct(torch.ops.quartz.rms_norm.default)
+_add_rms_norm = direct(torch.ops.quartz.add_rms_norm.default)
+
 
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, weight_offset: float = 0.0, round_first: bool = False
@@ -40,7 +45,7 @@ def rms_norm(
     >>> torch_quartz.ops.rms_norm(torch.tensor([[3.0, 4.0]], device="quartz"), eps=0.0).cpu()
     tensor([[0.8485, 1.1314]])
     """
-    return torch.ops.quartz.rms_norm(x, weight, eps, weight_offset, round_first)
+    return _rms_norm(x, weight, eps, weight_offset, round_first)
 
 
 def add_rms_norm(
@@ -73,11 +78,12 @@ def add_rms_norm(
 
     Examples
     --------
-    >>> y, s = torch_quartz.ops.add_rms_norm(torch.ones(1, 2, device="quartz"), torch.ones(1, 2, device="quartz"), eps=0.0)
+    >>> x = torch.ones(1, 2, device="quartz")
+    >>> y, s = torch_quartz.ops.add_rms_norm(x, x, eps=0.0)
     >>> s.cpu()
     tensor([[2., 2.]])
     """
-    return torch.ops.quartz.add_rms_norm(x, residual, weight, eps, weight_offset, round_first)
+    return _add_rms_norm(x, residual, weight, eps, weight_offset, round_first)
 
 
 @torch.library.register_fake("quartz::rms_norm")

@@ -3,6 +3,11 @@
 import torch
 from torch import Tensor
 
+from torch_quartz.ops._call import direct
+
+_rotary = direct(torch.ops.quartz.rotary.default)
+_rotary_qk = direct(torch.ops.quartz.rotary_qk.default)
+
 
 def rotary(
     x: Tensor,
@@ -56,9 +61,7 @@ def rotary(
     >>> torch_quartz.ops.rotary(x, angle.cos(), angle.sin(), pair_table=True).round().cpu()
     tensor([[[0., 1.]]])
     """
-    return torch.ops.quartz.rotary(
-        x, cos, sin, style=style, pair_table=pair_table, heads_dim=heads_dim, inverse=inverse
-    )
+    return _rotary(x, cos, sin, style=style, pair_table=pair_table, heads_dim=heads_dim, inverse=inverse)
 
 
 def rotary_qk(
@@ -98,9 +101,7 @@ def rotary_qk(
     >>> torch_quartz.ops.rotary_qk(q, k, cos, sin)[1].shape
     torch.Size([1, 1, 2, 8])
     """
-    return torch.ops.quartz.rotary_qk(
-        q, k, cos, sin, style=style, pair_table=pair_table, heads_dim=heads_dim, inverse=inverse
-    )
+    return _rotary_qk(q, k, cos, sin, style=style, pair_table=pair_table, heads_dim=heads_dim, inverse=inverse)
 
 
 def _empty(x: Tensor) -> Tensor:
