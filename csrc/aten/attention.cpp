@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "aten/attention_call.h"
+#include "aten/attention_gpu.h"
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
 #include "aten/parallel.h"
@@ -64,8 +65,12 @@ kernels::Attention dense_attention(const at::Tensor& query, const at::Tensor& ke
   return a;
 }
 
-void run_attention(const char* op, const kernels::Attention& arguments, const at::Tensor& on) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!on_gpu(on), op, ": there is no kernel for the memory of a GPU yet, got a tensor on ",
+void run_attention(const char* op, const kernels::Attention& arguments, const at::Tensor& on,
+                   [[maybe_unused]] int64_t blocks) {
+#if QUARTZ_WITH_CUDA
+  if (on_gpu(on)) return run_gpu_attention(arguments, on, blocks);
+#endif
+  TORCH_CHECK_NOT_IMPLEMENTED(!on_gpu(on), op, ": this build has no kernel for the memory of a GPU, got a tensor on ",
                               on.device());
   kernels::cpu::attention(arguments, at_parallel());
 }

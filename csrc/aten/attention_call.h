@@ -22,8 +22,8 @@ void set_attention_mask(kernels::Attention& arguments, const at::Tensor& mask);
 kernels::Attention dense_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                    const at::Tensor& out, double scale);
 
-// Runs it where the memory of `on` is.
-void run_attention(const char* op, const kernels::Attention& arguments, const at::Tensor& on);
+// Runs it where the memory of `on` is. `blocks`: of a paged cache.
+void run_attention(const char* op, const kernels::Attention& arguments, const at::Tensor& on, int64_t blocks = 0);
 
 // What options of more than one operator must fulfil.
 void check_attention_options(const char* op, std::optional<int64_t> window, std::optional<double> soft_cap,

@@ -3,6 +3,7 @@
 #include <c10/core/DeviceGuard.h>
 
 #include "aten/attention_call.h"
+#include "aten/attention_gpu.h"
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
 #include "aten/parallel.h"
@@ -138,7 +139,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
     const int64_t used = a.query_starts[sequences];
     if (used < query.size(0)) out.narrow(0, used, query.size(0) - used).zero_();  // rows of no sequence
   }
-  run_attention(op, a, query);
+  run_attention(op, a, query, key_cache.size(0));
   return out;
 }
 
@@ -170,16 +171,10 @@ void write_kv(const at::Tensor& key, const std::optional<at::Tensor>& value, con
                           " and ", key_cache.sizes());
     check_same_device(op, {{"key", key}, {"value", *value}});
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(!on_gpu(key), op, ": there is no kernel for the memory of a GPU yet, got a tensor on ",
-                              key.device());
-  const int64_t capacity = key_cache.size(0) * key_cache.size(1);
   const auto places = indices_of(slots);
-  for (int64_t t = 0; t < slots.size(0); ++t) {
-    QUARTZ_CHECK_ARGUMENT(places[t] < capacity, op, "slot_mapping", "be below " + std::to_string(capacity), places[t],
-                          " for token ", t);
-  }
-  const auto write = [&](const at::Tensor& source, const at::Tensor& cache) {
-    const auto rows = with_contiguous_rows(source);
+  at::Tensor key_rows, value_rows;  // contiguous in the last dimension
+  const auto arguments = [&](const at::Tensor& source, const at::Tensor& cache, at::Tensor& rows) {
+    rows = with_contiguous_rows(source);
     kernels::WriteKv a{};
     a.dtype = kernel_dtype(rows);
     a.tokens = rows.size(0);
@@ -194,11 +189,28 @@ void write_kv(const at::Tensor& key, const std::optional<at::Tensor>& value, con
     a.slot_stride = cache.stride(1);
     a.cache_head_stride = cache.stride(2);
     a.slots = places;
-    kernels::write_kv(a, at_parallel());
+    return a;
+  };
+  const auto written = [](const at::Tensor& cache) {
     if (!cache.is_inference()) cache.unsafeGetTensorImpl()->bump_version();
   };
-  write(key, key_cache);
-  if (both) write(*value, *value_cache);
+  const auto of_keys = arguments(key, key_cache, key_rows);
+  const auto of_values = both ? arguments(*value, *value_cache, value_rows) : kernels::WriteKv{};
+  if (on_gpu(key)) {
+#if QUARTZ_WITH_CUDA
+    run_gpu_write_kv(of_keys, both ? &of_values : nullptr, key_cache.size(0), key);
+#endif
+  } else {
+    const int64_t capacity = key_cache.size(0) * key_cache.size(1);
+    for (int64_t t = 0; t < slots.size(0); ++t) {
+      QUARTZ_CHECK_ARGUMENT(places[t] < capacity, op, "slot_mapping", "be below " + std::to_string(capacity), places[t],
+                            " for token ", t);
+    }
+    kernels::write_kv(of_keys, at_parallel());
+    if (both) kernels::write_kv(of_values, at_parallel());
+  }
+  written(key_cache);
+  if (both) written(*value_cache);
 }
 
 }  // namespace

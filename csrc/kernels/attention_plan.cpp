@@ -49,7 +49,7 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   int64_t most = ragged ? input.most_queries : input.queries;
   if (ragged && most <= 0) most = rows == sequences ? 1 : std::max<int64_t>(rows - sequences + 1, 1);
   AttentionPlanRoom room{};
-  room.sequences = input.sequences;
+  room.sequences = input.sequences + (ragged ? 1 : 0);  // the rows that belong to none are planned like a sequence
   room.processors = input.processors;
   room.split_tokens = static_cast<int32_t>(std::max<int64_t>(1, std::min(step, most)));
   if (most <= step) input.wide_allowed = false;
@@ -58,14 +58,14 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   if (input.wide_allowed && blocks(large, wide_step) * heads >= 2 * input.processors) input.wide_always = true;
   const bool all_wide = !ragged && input.wide_allowed && input.wide_always;
   room.wide = static_cast<int32_t>(!input.wide_allowed ? 0
-                                   : ragged            ? (rows / wide_step + sequences) * heads
+                                   : ragged            ? (rows / wide_step + sequences + 1) * heads
                                                        : sequences * blocks(input.queries, wide_step) * heads);
   const int64_t per_split = room.split_tokens;
   room.split_units = static_cast<int32_t>(all_wide  ? 0
                                           : !ragged ? sequences * blocks(input.queries, per_split) * heads
                                           : input.wide_always && input.wide_allowed
-                                              ? std::min(sequences, rows) * heads
-                                              : (rows / per_split + std::min(sequences, rows)) * heads);
+                                              ? (std::min(sequences, rows) + 1) * heads
+                                              : (rows / per_split + std::min(sequences, rows) + 1) * heads);
   if (room.split_units > 0) {
     const int64_t chunks = AttentionChunks::of(static_cast<int>((int64_t{input.keys} + 127) / 128)) + 1;
     room.slot_rows = room.split_tokens * input.group;

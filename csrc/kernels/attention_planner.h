@@ -19,7 +19,7 @@ class AttentionPlanner {
  public:
   QUARTZ_PLANNER AttentionPlanner(const Team& team, const AttentionPlanInput& input, const AttentionPlanRoom& room,
                                   int32_t* words, int32_t* scratch)
-      : team_(team), in_(input), room_(room), words_(words) {
+      : team_(team), in_(input), room_(room), words_(words), count_(room.sequences) {
     int32_t* at = scratch;
     const auto take = [&](int64_t n) {
       int32_t* const taken = at;
@@ -27,11 +27,11 @@ class AttentionPlanner {
       return taken;
     };
     sums_ = take(8);
-    tiles_ = take(in_.sequences + 2);
-    order_ = take(in_.sequences + 2);
-    split_begin_ = take(in_.sequences + 2);
-    wide_begin_ = take(in_.sequences + 2);
-    kind_ = take(in_.sequences + 2);
+    tiles_ = take(count_ + 2);
+    order_ = take(count_ + 2);
+    split_begin_ = take(count_ + 2);
+    wide_begin_ = take(count_ + 2);
+    kind_ = take(count_ + 2);
     unit_begin_ = take(room.split_units + 2);
     cut_ = take(room.split_units + 2);
     slot_ = take(room.split_units + 2);
@@ -78,6 +78,10 @@ class AttentionPlanner {
   // Lengths out of bounds are brought within: on the GPU nobody can report them.
   QUARTZ_PLANNER Sequence sequence(int s) const {
     if (in_.query_starts.data == nullptr) return {0, in_.queries, in_.keys, in_.query_offset};
+    if (s == in_.sequences) {  // rows that belong to none: without keys, so that they become zeros
+      const int used = clamp(in_.query_starts[s], 0, in_.queries);
+      return {used, in_.queries - used, 0, 0};
+    }
     const int begin = clamp(in_.query_starts[s], 0, in_.queries),
               end = clamp(in_.query_starts[s + 1], begin, in_.queries);
     const int keys = clamp(in_.key_counts[s], 0, in_.keys);
@@ -102,7 +106,7 @@ class AttentionPlanner {
   // Which kernel takes each sequence. Large ones are split over their keys, too, if there are too few of them to fill
   // the GPU otherwise: the times compared were measured on an H200 at head size 128.
   QUARTZ_PLANNER void classify() {
-    for (int s = team_.rank(); s < in_.sequences; s += team_.size()) {
+    for (int s = team_.rank(); s < count_; s += team_.size()) {
       const Sequence of = sequence(s);
       const int n = blocks(of.queries, split_step());
       tiles_[s] = of.queries > 0 ? unit_of(s, n - 1, 0, split_step()).tiles() : 0;
@@ -122,7 +126,7 @@ class AttentionPlanner {
     const float longest = static_cast<float>(sums_[kLongest]);
     const float split = 1.05f * (sums_[kSplitTiles] / static_cast<float>(in_.processors)) + 4.0f;
     const bool prefer_wide = (wide > longest ? wide : longest) <= split;
-    for (int s = team_.rank(); s < in_.sequences; s += team_.size()) {
+    for (int s = team_.rank(); s < count_; s += team_.size()) {
       if (kind_[s] == kEither) kind_[s] = prefer_wide ? kWide : kSplit;
     }
     team_.sync();
@@ -132,21 +136,21 @@ class AttentionPlanner {
   // order_: the sequences by their tiles, descending; equal ones ascending.
   QUARTZ_PLANNER void sort_sequences() {
     const bool same = in_.query_starts.data == nullptr;
-    for (int s = team_.rank(); s < in_.sequences; s += team_.size()) {
+    for (int s = team_.rank(); s < count_; s += team_.size()) {
       int rank = same ? s : 0;
-      for (int other = 0; !same && other < in_.sequences; ++other) {
+      for (int other = 0; !same && other < count_; ++other) {
         rank += tiles_[other] > tiles_[s] || (tiles_[other] == tiles_[s] && other < s) ? 1 : 0;
       }
       order_[rank] = s;
     }
     team_.sync();
-    for (int i = team_.rank(); i < in_.sequences; i += team_.size()) {
+    for (int i = team_.rank(); i < count_; i += team_.size()) {
       const int s = order_[i], queries = sequence(s).queries;
       split_begin_[i] = kind_[s] == kSplit ? blocks(queries, split_step()) * in_.heads : 0;
       wide_begin_[i] = kind_[s] == kWide ? blocks(queries, wide_step()) * in_.heads : 0;
     }
-    team_.scan(split_begin_, in_.sequences);
-    team_.scan(wide_begin_, in_.sequences);
+    team_.scan(split_begin_, count_);
+    team_.scan(wide_begin_, count_);
   }
 
   // The last i with begin[i] <= x.
@@ -164,12 +168,12 @@ class AttentionPlanner {
   }
 
   QUARTZ_PLANNER Unit split_unit(int u) const {
-    const int i = find(split_begin_, in_.sequences, u), rest = u - split_begin_[i];
+    const int i = find(split_begin_, count_, u), rest = u - split_begin_[i];
     return unit_of(order_[i], rest / in_.heads, rest % in_.heads, split_step());
   }
   // Of many: the blocks of one head after another, the longest first, so that few keys are in use at a time.
   QUARTZ_PLANNER Unit wide_unit(int u) const {
-    const int i = find(wide_begin_, in_.sequences, u), rest = u - wide_begin_[i], s = order_[i];
+    const int i = find(wide_begin_, count_, u), rest = u - wide_begin_[i], s = order_[i];
     const int n = (wide_begin_[i + 1] - wide_begin_[i]) / in_.heads;
     return unit_of(s, n - 1 - rest % n, rest / n, wide_step());
   }
@@ -191,7 +195,7 @@ class AttentionPlanner {
   }
 
   QUARTZ_PLANNER void plan_wide() {
-    const int n = lower(wide_begin_[in_.sequences], room_.wide);
+    const int n = lower(wide_begin_[count_], room_.wide);
     if (team_.rank() == 0) words_[kPlanWide] = n;
     if (n == 0) return;
     if (n >= kManyWide) {
@@ -221,7 +225,7 @@ class AttentionPlanner {
   }
 
   QUARTZ_PLANNER void plan_split() {
-    const int n = lower(split_begin_[in_.sequences], room_.split_units);
+    const int n = lower(split_begin_[count_], room_.split_units);
     if (n == 0) return;
     for (int u = team_.rank(); u < n; u += team_.size()) unit_begin_[u] = split_unit(u).tiles();
     team_.scan(unit_begin_, n);
@@ -410,6 +414,7 @@ class AttentionPlanner {
   const AttentionPlanInput& in_;
   const AttentionPlanRoom& room_;
   int32_t* words_;
+  int count_;  // of sequences, with that of the rows behind them
   int32_t *sums_, *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;  // for each sequence
   int32_t *unit_begin_, *cut_, *slot_, *fold_, *piece_, *wide_tiles_;     // for each unit
   AttentionItem *items_, *wide_;

@@ -51,16 +51,20 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, co
   const bool ragged = a.query_starts.data != nullptr;
   const int head = blockIdx.y, thread = threadIdx.x;
   int64_t row = blockIdx.x, sequence = blockIdx.z, keys = a.keys, position;
-  if (ragged) {  // the sequence of this row
-    int64_t low = 0, high = a.batch;
-    if (row < a.query_starts[0] || row >= a.query_starts[a.batch]) return;
-    while (high - low > 1) {
-      const int64_t middle = (low + high) / 2;
-      (a.query_starts[middle] <= row ? low : high) = middle;
+  if (ragged) {
+    position = 0;
+    if (row < a.query_starts[0] || row >= a.query_starts[a.batch]) {
+      sequence = keys = 0;  // a row of no sequence
+    } else {
+      int64_t low = 0, high = a.batch;
+      while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (a.query_starts[middle] <= row ? low : high) = middle;
+      }
+      sequence = low;
+      keys = min(max(a.key_counts[sequence], int64_t{0}), a.keys);
+      position = keys - (a.query_starts[sequence + 1] - row);
     }
-    sequence = low;
-    keys = min(max(a.key_counts[sequence], int64_t{0}), a.keys);
-    position = keys - (a.query_starts[sequence + 1] - row);
   } else {
     position = a.query_offset + row;
   }

@@ -1,0 +1,101 @@
+// Attention in the memory of a GPU: which kernel, its plan and its workspace.
+#include "aten/attention_gpu.h"
+
+#if QUARTZ_WITH_CUDA
+#include <ATen/ops/empty.h>
+#include <cuda_runtime_api.h>
+
+#include <cstring>
+#include <list>
+#include <mutex>
+
+#include "aten/kernel_support.h"
+#include "kernels/attention_cuda.h"
+
+namespace quartz {
+namespace {
+
+namespace gpu = kernels::cuda;
+
+at::Tensor bytes_like(const at::Tensor& on, int64_t size) {
+  return at::empty({size}, at::TensorOptions().device(on.device()).dtype(at::kByte));
+}
+int32_t* words_of(const at::Tensor& bytes) { return static_cast<int32_t*>(bytes.mutable_data_ptr()); }
+
+at::Tensor new_plan(const gpu::AttentionPlan& plan, const at::Tensor& on, void* stream) {
+  auto words = bytes_like(on, plan.room.words() * 4);
+  gpu::make_attention_plan(plan, words_of(words), stream);
+  return words;
+}
+
+bool is_capturing(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  return cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status) == cudaSuccess &&
+         status != cudaStreamCaptureStatusNone;
+}
+
+// The plans of the last dense calls: every layer of a model asks for the same. One stream uses a plan at a time.
+class DensePlans {
+ public:
+  at::Tensor get(const gpu::AttentionPlan& plan, const at::Tensor& on, void* stream) {
+    // A graph keeps the address beyond the plan's time here; and what it allocates must not be used outside.
+    if (is_capturing(stream)) return new_plan(plan, on, stream);
+    const std::lock_guard lock(mutex_);
+    for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+      if (entry->stream == stream && entry->device == on.device() && same(entry->input, plan.input)) {
+        entries_.splice(entries_.begin(), entries_, entry);
+        return entry->words;
+      }
+    }
+    if (entries_.size() >= kMost) entries_.pop_back();
+    entries_.push_front({plan.input, stream, on.device(), new_plan(plan, on, stream)});
+    return entries_.front().words;
+  }
+
+ private:
+  struct Entry {
+    kernels::AttentionPlanInput input;
+    void* stream;
+    c10::Device device;
+    at::Tensor words;
+  };
+  static bool same(const kernels::AttentionPlanInput& a, const kernels::AttentionPlanInput& b) {
+    const auto key = [](const kernels::AttentionPlanInput& i) {
+      return std::make_tuple(i.sequences, i.queries, i.keys, i.query_offset, i.group, i.heads, i.window, i.processors,
+                             i.causal, i.wide_allowed, i.wide_always);
+    };
+    return key(a) == key(b);
+  }
+
+  static constexpr size_t kMost = 16;
+  std::mutex mutex_;
+  std::list<Entry> entries_;
+};
+
+DensePlans& dense_plans() {
+  static auto* const plans = new DensePlans;  // never destroyed: the driver may be gone before
+  return *plans;
+}
+
+}  // namespace
+
+void run_gpu_attention(const kernels::Attention& a, const at::Tensor& on, int64_t blocks) {
+  void* const stream = current_gpu_stream(on);
+  gpu::AttentionExtras extras;
+  extras.blocks = blocks;
+  if (gpu::tile_attention_unsupported(a) != nullptr) return gpu::general_attention(a, extras, stream);
+  if (a.queries == 0 || a.heads == 0 || a.batch == 0) return;
+  const auto plan = gpu::prepare_attention(a, extras);
+  const bool ragged = a.query_starts.data != nullptr;
+  const auto words = ragged ? new_plan(plan, on, stream) : dense_plans().get(plan, on, stream);
+  const auto workspace = bytes_like(on, gpu::attention_workspace(plan, a.head_size, a.value_size));
+  gpu::tile_attention(a, extras, plan, words_of(words), workspace.mutable_data_ptr(), stream);
+}
+
+void run_gpu_write_kv(const kernels::WriteKv& key, const kernels::WriteKv* value, int64_t blocks,
+                      const at::Tensor& on) {
+  gpu::write_kv(key, value, blocks, current_gpu_stream(on));
+}
+
+}  // namespace quartz
+#endif
