@@ -19,6 +19,7 @@ from torch_quartz.ops.quantize import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
+from torch_quartz.ops.random_fill import bernoulli_, exponential_, normal_, uniform_
 from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
 from torch_quartz.ops.rotary import rotary, rotary_qk
 from torch_quartz.ops.sample import SampleResult, count_tokens, sample, token_bits
@@ -30,10 +31,12 @@ __all__ = [
     "VerifyResult",
     "add_rms_norm",
     "apply_token_bitmask_",
+    "bernoulli_",
     "count_tokens",
     "dequantize_fp8",
     "dequantize_mxfp4",
     "dequantize_nvfp4",
+    "exponential_",
     "gated_activation",
     "gelu_and_mul",
     "layer_norm",
@@ -41,6 +44,7 @@ __all__ = [
     "moe_experts",
     "moe_topk",
     "ngram_propose",
+    "normal_",
     "quantize_fp8",
     "quantize_mxfp4",
     "quantize_nvfp4",
@@ -52,4 +56,5 @@ __all__ = [
     "spec_schedule",
     "spec_verify",
     "token_bits",
+    "uniform_",
 ]
