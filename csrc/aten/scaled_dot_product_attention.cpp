@@ -54,12 +54,10 @@ bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
       return false;
     }
   }
-  if (dims != 3 && dims != 4) return false;
+  if (dims != 4) return false;
   const auto q = query.sym_sizes(), k = key.sym_sizes(), v = value.sym_sizes();
-  if (dims == 4 && (q[0] != k[0] || q[0] != v[0])) return false;
-  const auto heads = q[dims - 3], kv_heads = k[dims - 3];
-  if (v[dims - 3] != kv_heads || v[dims - 2] != k[dims - 2] || k[dims - 1] != q[dims - 1]) return false;
-  if (dims == 3 && v[2] != q[2]) return false;  // PyTorch's meta function knows no such result
+  const auto heads = q[1], kv_heads = k[1];
+  if (q[0] != k[0] || q[0] != v[0] || v[1] != kv_heads || v[2] != k[2] || k[3] != q[3]) return false;
   if (query.sym_numel() == 0 || key.sym_numel() == 0 || value.sym_numel() == 0) return false;
   if (heads != kv_heads && (!enable_gqa || heads % kv_heads != 0)) return false;
   if (!mask.defined()) return true;
@@ -68,7 +66,7 @@ bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
       (mask.scalar_type() != at::kBool && !has_kernel_dtype(mask))) {
     return false;
   }
-  const c10::SymInt whole[4] = {dims == 4 ? q[0] : c10::SymInt(1), heads, q[dims - 2], k[dims - 2]};
+  const c10::SymInt whole[4] = {q[0], heads, q[2], k[2]};
   for (int64_t i = 0; i < mask.dim(); ++i) {
     const auto size = mask.sym_size(mask.dim() - 1 - i);
     if (size != 1 && size != whole[3 - i]) return false;
@@ -173,8 +171,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> flash_attention_backw
 
 // ---- host ----------------------------------------------------------------------------------------------------------
 
-at::Tensor as_batch(const at::Tensor& tensor) { return tensor.dim() == 3 ? tensor.unsqueeze(0) : tensor; }
-
 // In the order of the query's strides, as PyTorch's meta function has it.
 at::Tensor output_like(const at::Tensor& query, int64_t value_size) {
   if (query.size(-1) == value_size) return at::empty_like(query);
@@ -203,13 +199,12 @@ AttentionOutputs host_attention(const at::Tensor& query, const at::Tensor& key, 
   const char* op = "_scaled_dot_product_fused_attention_overrideable";
   const auto mask = bias.value_or(at::Tensor());
   TORCH_CHECK(is_ours(query, key, value, mask, dropout, causal, true), "quartz: ", op,
-              ": takes float32, float16 or bfloat16 tensors of 3 or 4 dimensions without dropout, a mask that ",
+              ": takes float32, float16 or bfloat16 tensors of 4 dimensions without dropout, a mask that ",
               "broadcasts, and not both a mask and is_causal; call scaled_dot_product_attention, which chooses");
   auto out = output_like(query, value.size(-1));
-  const auto q = with_contiguous_rows(as_batch(query)), k = with_contiguous_rows(as_batch(key)),
-             v = with_contiguous_rows(as_batch(value));
-  const auto whole = as_batch(out);
-  const auto rows = whole.stride(-1) == 1 || whole.size(-1) == 1 ? whole : at::empty(whole.sizes(), whole.options());
+  const auto q = with_contiguous_rows(query), k = with_contiguous_rows(key), v = with_contiguous_rows(value);
+  const bool direct = out.stride(-1) == 1 || out.size(-1) == 1;
+  const auto rows = direct ? out : at::empty(out.sizes(), out.options());
   auto logsumexp = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(at::kFloat));
   auto arguments = dense_attention(q, k, v, rows, attention_scale(scale, query.size(-1)));
   arguments.causal = causal;  // query_offset 0: PyTorch's triangle begins at the upper left
@@ -217,7 +212,7 @@ AttentionOutputs host_attention(const at::Tensor& query, const at::Tensor& key, 
   arguments.logsumexp_strides = attention_strides(logsumexp);
   if (mask.defined()) set_attention_mask(arguments, mask);
   run_attention(op, arguments, query);
-  if (!rows.is_same(whole)) whole.copy_(rows);
+  if (!direct) out.copy_(rows);
   const auto seed = zero_scalar(query);
   return {out, logsumexp, {}, {}, query.size(-2), key.size(-2), seed, zero_scalar(query), {}};
 }
@@ -282,9 +277,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backwa
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   AliasScope scope;
   const double factor = attention_scale(scale, query.size(-1));
-  const auto q = as_batch(scope.to_native(query)), k = as_batch(scope.to_native(key)),
-             v = as_batch(scope.to_native(value)), grad = as_batch(scope.to_native(grad_output)),
-             out = as_batch(scope.to_native(output)), lse = scope.to_native(logsumexp);
+  const auto q = scope.to_native(query), k = scope.to_native(key), v = scope.to_native(value),
+             grad = scope.to_native(grad_output), out = scope.to_native(output), lse = scope.to_native(logsumexp);
   const auto mask = bias.defined() ? scope.to_native(bias) : at::Tensor();
   AttentionGradients result;
   if (!mask.defined() && v.size(3) == q.size(3) && (!causal || k.size(2) >= q.size(2))) {
@@ -299,10 +293,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backwa
   } else {
     result = plain_backward(grad, q, k, v, mask, needed[3] && mask.defined(), out, lse, causal, factor);
   }
-  const auto like = [&](const at::Tensor& gradient, const at::Tensor& argument) {
-    return scope.to_quartz(argument.dim() == 3 ? gradient.squeeze(0) : gradient);
-  };
-  return {like(result.q, query), like(result.k, key), like(result.v, value),
+  return {scope.to_quartz(result.q), scope.to_quartz(result.k), scope.to_quartz(result.v),
           result.bias.defined() ? scope.to_quartz(result.bias) : at::Tensor()};
 }
 
@@ -310,25 +301,29 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backwa
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> differentiable_backward(
     const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& bias, bool causal, double scale) {
-  const int64_t group = query.size(-3) / key.size(-3), dim = query.dim() - 3;
-  const auto k = group == 1 ? key : key.repeat_interleave(group, dim);
-  const auto v = group == 1 ? value : value.repeat_interleave(group, dim);
-  auto scores = at::matmul(query, k.transpose(-2, -1)) * scale;
+  const int64_t group = query.size(1) / key.size(1);
+  const auto wide = [&](const at::Tensor& tensor) {
+    const auto floats = tensor.to(at::kFloat);
+    return tensor.size(1) == query.size(1) ? floats : floats.repeat_interleave(group, 1);
+  };
+  const auto q = wide(query), k = wide(key), v = wide(value), grad = wide(grad_output);
+  auto scores = at::matmul(q, k.transpose(-2, -1)) * scale;
   if (bias.defined()) scores = scores + bias;
   if (causal) {
     const auto options = query.options().dtype(at::kLong);
-    const auto hidden =
-        at::arange(key.size(-2), options).unsqueeze(0) > at::arange(query.size(-2), options).unsqueeze(1);
+    const auto hidden = at::arange(key.size(2), options).unsqueeze(0) > at::arange(query.size(2), options).unsqueeze(1);
     scores = scores.masked_fill(hidden, -std::numeric_limits<double>::infinity());
   }
-  const auto p = at::_safe_softmax(scores, -1, at::kFloat).to(query.scalar_type());  // rows without keys: 0
-  const auto grad_p = at::matmul(grad_output, v.transpose(-2, -1));
+  const auto p = at::_safe_softmax(scores, -1);  // rows without keys: 0
+  const auto grad_p = at::matmul(grad, v.transpose(-2, -1));
   const auto grad_scores = p * (grad_p - (grad_p * p).sum(-1, true));
-  const auto per_group = [&](const at::Tensor& gradient, const at::Tensor& like) {
-    return group == 1 ? gradient : gradient.unflatten(dim, {like.size(dim), group}).sum(dim + 1);
+  const auto narrow = [&](const at::Tensor& gradient, const at::Tensor& like) {
+    const bool grouped = gradient.size(1) != like.size(1);
+    return (grouped ? gradient.unflatten(1, {like.size(1), group}).sum(2) : gradient).to(like.scalar_type());
   };
-  return {at::matmul(grad_scores, k) * scale, per_group(at::matmul(grad_scores.transpose(-2, -1), query) * scale, key),
-          per_group(at::matmul(p.transpose(-2, -1), grad_output), value),
+  return {narrow(at::matmul(grad_scores, k) * scale, query),
+          narrow(at::matmul(grad_scores.transpose(-2, -1), q) * scale, key),
+          narrow(at::matmul(p.transpose(-2, -1), grad), value),
           bias.defined() ? at::sum_to(grad_scores, bias.sizes()).to(bias.scalar_type()) : at::Tensor()};
 }
 

@@ -100,6 +100,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, grad, grad_logsumexp):
     # P = exp(S - logsumexp);  dV = P^T dO;  dS = P (dO V^T - rowsum(dO O) + dlogsumexp);  unseen keys: P = 0.
     query, key, value, mask, sinks, output, logsumexp = ctx.saved_tensors
+    needed = (*ctx.needs_input_grad, *(False,) * 10)  # arguments left at their default are not counted
     batch, heads, queries, size = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     scale = size**-0.5 if ctx.scale is None else ctx.scale
@@ -111,7 +112,6 @@ def _backward(ctx, grad, grad_logsumexp):
     if ctx.soft_cap is not None:
         bend = torch.tanh(scores / ctx.soft_cap)
         scores, slope = ctx.soft_cap * bend, 1 - bend.square()
-    hidden = None
     whole = (batch, heads, queries, keys)
     if mask is not None:
         wide = mask.broadcast_to(whole).reshape(scores.shape)
@@ -128,9 +128,9 @@ def _backward(ctx, grad, grad_logsumexp):
         delta = delta - grad_logsumexp.reshape(grouped)
     grad_scores = (p * (grad @ v.transpose(-1, -2) - delta)).masked_fill(hidden, 0)
     grad_mask = grad_sinks = None
-    if ctx.needs_input_grad[3]:
+    if needed[3]:
         grad_mask = grad_scores.reshape(whole).sum_to_size(mask.shape).to(mask.dtype)
-    if ctx.needs_input_grad[8]:
+    if needed[8]:
         weight = torch.exp(sinks.float().view(1, kv_heads, -1, 1, 1) - logsumexp)
         grad_sinks = -(weight * delta).sum((0, 3, 4)).reshape(heads).to(sinks.dtype)
     if slope is not None:

@@ -22,9 +22,9 @@ def paged_attention(
     """Attention of several sequences over their blocks of a cache, with any number of query tokens each.
 
     Sequence ``s`` has the rows ``query_starts[s]`` to ``query_starts[s + 1]`` of `query` and the first
-    ``key_counts[s]`` keys of its blocks; its last query stands at its last key. Decoding (one token), verification (a few) and whole
-    prompts or chunks may be mixed in one call, and have the bits of `attention` over the same keys. Nothing behind the
-    counts is read.
+    ``key_counts[s]`` keys of its blocks; its last query stands at its last key. Decoding (one token), verification (a
+    few) and whole prompts or chunks may be mixed in one call, and have the bits of `attention` over the same keys.
+    Nothing behind the counts is read.
 
     Parameters
     ----------

@@ -64,6 +64,11 @@ _ATTENTION = (
 )
 CLOSE_ON_HOST: dict[str, str] = {
     "nn_functional_scaled_dot_product_attention": _ATTENTION,
+    "nn_MultiheadAttention": _ATTENTION,
+    "nn_Transformer": _ATTENTION,
+    "nn_TransformerDecoderLayer": _ATTENTION,
+    "nn_TransformerEncoder": _ATTENTION,
+    "nn_TransformerEncoderLayer": _ATTENTION,
     "nn_GRU": _RNN,
     "nn_GRUCell": _RNN,
     "nn_LSTM": _RNN,
@@ -71,6 +76,20 @@ CLOSE_ON_HOST: dict[str, str] = {
     "nn_RNN": _RNN,
     "linalg_lstsq": _LSTSQ,
     "linalg_lstsq_grad_oriented": _LSTSQ,
+}
+
+# Host substrate: own kernels whose order of sums is this project's, and so are the last bits. A check in which one of
+# them has computed may be close instead of bit-equal; where it hands its arguments on (float64, integers) bits must be
+# equal.
+_PRODUCT = "the order of sums is that of docs/ops/matmul.md; PyTorch's depends on the shape and the processor"
+OWN_ORDER: dict[str, str] = {
+    **{
+        f"aten::{name}": _PRODUCT
+        for name in (
+            *("mm", "mm.out", "addmm", "addmm.out", "addmm_", "bmm", "bmm.out", "baddbmm", "baddbmm.out", "baddbmm_"),
+            *("addmv", "addmv.out", "addmv_", "dot", "_grouped_mm"),
+        )
+    },
 }
 
 
