@@ -75,6 +75,7 @@ QUARTZ_HD float minus_log_of_rest(float u) {
 enum class NoiseStream : uint32_t {
   kTokens = 0,  // one word a token: counter (token id / 4, ...), word token id % 4
   kTails = 1,   // 23 further bits of a token whose first word is small, counter (token id, ...)
+  kFills = 2,   // random_fill.h
 };
 
 // The Gumbel noise of the tokens at one position. The 64 bits of the seed are the key; position, sample index and

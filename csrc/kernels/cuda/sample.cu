@@ -1,9 +1,9 @@
-// Two launches a call, three with logprobs. Rows that keep few tokens are drawn from a short list by one block
-// (sample_shortlist.cuh). For the others a cluster of blocks holds the row in shared memory, each block a slice of ids
-// in ascending order, so the logits are read once, and once more if logprobs of processed logits are wanted. Truncation
-// is a radix selection: a histogram of 1024 bins over the distance from the largest logit, then over the bits of the
-// values in the bin where the limit lies, then over ids where equal values are cut. Counts and masses are integers:
-// atomics on them have no order.
+// Two launches a call, three with logprobs. Most rows need the streaming passes of sample_streams.cuh and one block.
+// For the others a cluster of blocks holds the row in shared memory, each block a slice of ids in ascending order, so
+// the logits are read once, and once more if logprobs of processed logits are wanted. Truncation is a radix selection:
+// a histogram of 1024 bins over the distance from the largest logit, then over the bits of the values in the bin where
+// the limit lies, then over ids where equal values are cut. Counts and masses are integers: atomics on them have no
+// order.
 #include <cooperative_groups.h>
 #include <cuda_runtime.h>
 
@@ -11,7 +11,7 @@
 #include <atomic>
 #include <type_traits>
 
-#include "kernels/cuda/sample_shortlist.cuh"
+#include "kernels/cuda/sample_streams.cuh"
 #include "kernels/sample.h"
 
 namespace quartz::kernels::cuda {
@@ -20,6 +20,7 @@ namespace {
 namespace cg = cooperative_groups;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32, kBins = 1024, kBinBits = 10, kMaxCluster = 16;
+constexpr float kMostNoise = 39.0f;  // no Gumbel noise of philox.h is larger
 static_assert(kBins == 2 * kThreads);
 
 struct Crossing {
@@ -32,6 +33,7 @@ struct Shared {
   uint64_t exchange[2][3][kMaxCluster], partial[3][kWarps];
   uint64_t listed[kMaxTopLogprobs], weights[kMaxTopLogprobs], last_kept;
   uint32_t listed_count;
+  float start;  // a score that the draw has at least
   Crossing crossing;
 };
 
@@ -165,7 +167,7 @@ class Row {
     uint32_t best_id = largest_id;
     for_each_four([&](int id, const float(&x)[kVector]) {
       const float top = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[2], x[3]));
-      if (!cut.keeps(top, 0) || scaled(top, largest, inverse_temperature) + 39.0f < best) return;
+      if (!cut.keeps(top, 0) || scaled(top, largest, inverse_temperature) + kMostNoise < best) return;
       const PhiloxWords words = noise.words(static_cast<uint32_t>(id) / kVector);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
@@ -181,6 +183,19 @@ class Row {
     uint64_t found[1] = {uint64_t{order_of(best)} << 32 | (~best_id & 0xffffffffu)};
     cluster_max(found);
     return ~static_cast<uint32_t>(found[0]);
+  }
+
+  // The draw of a row without top-k and top-p, straight from the logits; -1 if nothing is left. `sum` becomes the mass
+  // of the tokens kept, if it is wanted.
+  __device__ int64_t draw_open(const RowRules& rules, const TokenNoise& noise, uint64_t* sum) {
+    switch (a_.dtype) {
+      case DType::kFloat32:
+        return draw_open_as<float>(rules, noise, sum);
+      case DType::kFloat16:
+        return draw_open_as<Float16>(rules, noise, sum);
+      default:
+        return draw_open_as<BFloat16>(rules, noise, sum);
+    }
   }
 
   // Writes the tokens kept, at most `count`, in their order, with x - largest - log_sum.
@@ -292,6 +307,88 @@ class Row {
         if (i < cached_) *reinterpret_cast<float4*>(values_ + i) = make_float4(x[0], x[1], x[2], x[3]);
       }
     }
+  }
+
+  template <class T>
+  __device__ int64_t draw_open_as(const RowRules& rules, const TokenNoise& noise, uint64_t* sum) {
+    const Workspace space(a_);
+    const float* maxima = space.maxima + row * space.chunks;
+    const T* logits = static_cast<const T*>(a_.logits) + row * a_.stride;
+    const bool aligned = is_aligned(logits), dense = has_dense(a_);
+    RowInputs inputs;
+    if (dense) inputs = RowInputs(a_, row);
+    const float inverse = rules.inverse_temperature;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const auto element = [&](const Four<T>& four, int j, int64_t id) {
+      const float x = sanitized(to_float(four.value[j]));
+      return dense && id < vocabulary_ ? inputs.dense_value(x, id) : x;
+    };
+
+    // The largest value and the first chunk that has it; its score: most others need no logarithm to be seen to be
+    // lower.
+    uint64_t top = 0;
+    for (int c = threadIdx.x; c < space.chunks; c += kThreads) {
+      top = max(top, uint64_t{order_of(maxima[c])} << 32 | (~static_cast<uint32_t>(c)));
+    }
+    top = block_max(top);
+    largest = float_of_order(static_cast<uint32_t>(top >> 32));
+    uint64_t best_key = 0, mass = 0;
+    if (largest > kMinusInfinity) {
+      if (warp == 0) {
+        const int64_t chunk = ~static_cast<uint32_t>(top);
+        Four<T> loaded[kPerLane / kVector];
+        load_chunk(logits, vocabulary_, aligned, chunk, lane, loaded);
+        uint32_t lowest = 0xffffffffu;
+#pragma unroll
+        for (int j = 0; j < kPerLane; ++j) {
+          const int64_t id = id_in_chunk(chunk, lane, j);
+          if (element(loaded[j / kVector], j % kVector, id) == largest) lowest = min(lowest, static_cast<uint32_t>(id));
+        }
+        lowest = __reduce_min_sync(~0u, lowest);
+        if (lane == 0) shared_.start = noise.gumbel(lowest);
+      }
+      __syncthreads();
+      float best = shared_.start;  // of the warp
+      for (int chunk = rank_ * kWarps + warp; chunk < space.chunks; chunk += blocks_ * kWarps) {
+        const float z_of_chunk = scaled(maxima[chunk], largest, inverse);
+        if (maxima[chunk] == kMinusInfinity || !(z_of_chunk >= rules.lowest_z)) continue;
+        if (sum == nullptr && z_of_chunk + kMostNoise < best) continue;
+        Four<T> loaded[kPerLane / kVector];
+        load_chunk(logits, vocabulary_, aligned, chunk, lane, loaded);
+        float own = best;
+#pragma unroll
+        for (int group = 0; group < kPerLane / kVector; ++group) {
+          const int64_t id = id_in_chunk(chunk, lane, group * kVector);
+          const PhiloxWords words = noise.words(static_cast<uint32_t>(id / kVector));
+#pragma unroll
+          for (int j = 0; j < kVector; ++j) {
+            const float x = element(loaded[group], j, id + j), z = scaled(x, largest, inverse);
+            if (x == kMinusInfinity || !(z >= rules.lowest_z)) continue;
+            if (sum != nullptr && z >= kMasslessBelow) mass += mass_of(z);
+            if (z + TokenNoise::gumbel_bound(words.word[j]) < own) continue;
+            const float score = z + noise.gumbel(static_cast<uint32_t>(id + j), words.word[j]);
+            own = fmaxf(own, score);
+            best_key = max(best_key, uint64_t{order_of(score)} << 32 | (~static_cast<uint32_t>(id + j)));
+          }
+        }
+        best = float_of_order(__reduce_max_sync(~0u, order_of(own)));
+      }
+    }
+    if (!started_) cluster_.barrier_wait();
+    started_ = true;
+    uint64_t found[1] = {best_key};
+    cluster_max(found);
+    if (sum != nullptr) *sum = cluster_sum(mass);
+    return found[0] == 0 ? -1 : int64_t{~static_cast<uint32_t>(found[0])};
+  }
+
+  __device__ uint64_t block_max(uint64_t v) {
+    for (int offset = 16; offset > 0; offset /= 2) v = max(v, static_cast<uint64_t>(__shfl_xor_sync(~0u, v, offset)));
+    if (threadIdx.x % 32 == 0) shared_.partial[0][threadIdx.x / 32] = v;
+    __syncthreads();
+    for (int w = 0; w < kWarps; ++w) v = max(v, shared_.partial[0][w]);
+    __syncthreads();
+    return v;
   }
 
   template <bool kSum, int N>
@@ -474,33 +571,35 @@ class Row {
 
 using List = Shortlist<kThreads>;
 
-// False if there are too many candidates for the list.
-__device__ bool sample_short(const Sample& a, int64_t r, const RowRules& rules, List list) {
-  const bool dense = has_dense(a), leads = threadIdx.x == 0;
+__device__ TokenNoise noise_of(const Sample& a, int64_t r) {
+  return {a.seeds != nullptr ? a.seeds[r] : 0, a.positions != nullptr ? a.positions[r] : 0,
+          a.samples != nullptr ? a.samples[r] : 0};
+}
+
+// The draw of a short row. False if there are too many candidates for the list.
+__device__ bool draw_short(const Sample& a, int64_t r, const RowRules& rules, List& list, int64_t* token) {
   const int64_t in_list = rules.greedy ? 1 : rules.top_k;
-  if (!list.find(false, static_cast<int>(dense ? in_list : max(in_list, a.top_n)))) return false;
-  const Workspace space(a);
-  int64_t token = -1;
-  const bool any = list.found() > 0;
-  if (any && rules.greedy) {
-    token = list.id(0);
-    if (leads && a.logprobs != nullptr) a.logprobs[r] = -log_of_mass(space.raw_mass[r]);
-  } else if (any) {
-    const TokenNoise noise(a.seeds != nullptr ? a.seeds[r] : 0, a.positions != nullptr ? a.positions[r] : 0,
-                           a.samples != nullptr ? a.samples[r] : 0);
-    token = list.draw(rules, noise, a.logprobs != nullptr ? a.logprobs + r : nullptr);
-  } else if (leads && a.logprobs != nullptr) {
+  if (!list.find(false, static_cast<int>(has_dense(a) ? in_list : max(in_list, a.top_n)))) return false;
+  *token = -1;
+  if (list.found() > 0 && rules.greedy) {
+    *token = list.id(0);
+    if (threadIdx.x == 0 && a.logprobs != nullptr) a.logprobs[r] = -log_of_mass(Workspace(a).raw_mass[r]);
+  } else if (list.found() > 0) {
+    *token = list.draw(rules, noise_of(a, r), a.logprobs != nullptr ? a.logprobs + r : nullptr);
+  } else if (threadIdx.x == 0 && a.logprobs != nullptr) {
     a.logprobs[r] = kMinusInfinity;
   }
-  if (leads && a.tokens != nullptr) a.tokens[r] = token;
-  if (!wants_raw(a)) return true;
+  return true;
+}
 
+// What is wanted of the raw logits of a row of the streaming passes. `listed`: the list has its first tokens already.
+__device__ bool finish_raw(const Sample& a, int64_t r, int64_t token, List& list, bool listed) {
   __syncthreads();
-  if (dense && !list.find(true, static_cast<int>(max(a.top_n, int64_t{1})))) return false;
-  const bool any_raw = list.found() > 0;
-  const float largest = any_raw ? list.value(0) : 0.0f, log_sum = any_raw ? log_of_mass(space.raw_mass[r]) : 0.0f;
-  if (leads && a.raw_logprobs != nullptr) {
-    a.raw_logprobs[r] = any_raw && token >= 0 ? value_of(a, r, token, true) - largest - log_sum : kMinusInfinity;
+  if (!listed && !list.find(true, static_cast<int>(max(a.top_n, int64_t{1})))) return false;
+  const bool any = list.found() > 0;
+  const float largest = any ? list.value(0) : 0.0f, log_sum = any ? log_of_mass(Workspace(a).raw_mass[r]) : 0.0f;
+  if (threadIdx.x == 0 && a.raw_logprobs != nullptr) {
+    a.raw_logprobs[r] = any && token >= 0 ? value_of(a, r, token, true) - largest - log_sum : kMinusInfinity;
   }
   for (int64_t i = threadIdx.x; i < a.top_n; i += kThreads) {
     const bool there = i < list.found();
@@ -515,19 +614,35 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ float4 values[];
   __shared__ Shared shared;
   const cg::cluster_group cluster = cg::this_cluster();
-  const RowRules rules(a, blockIdx.x / cluster.num_blocks());
-  const bool alone = is_short(a, rules);
-  if (alone) {
-    if (cluster.block_rank() != 0) return;
-    const int64_t r = blockIdx.x / cluster.num_blocks();
+  const int64_t r = blockIdx.x / cluster.num_blocks();
+  const RowRules rules(a, r);
+  const Way way = way_of(a, rules);
+  bool alone = false;
+  if (way != Way::kWhole) {
     List list(a, r, *reinterpret_cast<List::Memory*>(values), shared.listed_count, shared.partial[0]);
-    if (sample_short(a, r, rules, list)) return;
-    __syncthreads();
+    int64_t token = -1;
+    if (way == Way::kOpen) {
+      Row row(a, shared, nullptr, 0, 0, false);
+      uint64_t sum = 0;
+      token = row.draw_open(rules, noise_of(a, r), a.logprobs != nullptr ? &sum : nullptr);
+      if (row.leads() && a.logprobs != nullptr) {
+        a.logprobs[r] =
+            token < 0 ? kMinusInfinity
+                      : scaled(value_of(a, r, token, false), row.largest, rules.inverse_temperature) - log_of_mass(sum);
+      }
+    }
+    if (cluster.block_rank() != 0) return;
+    alone = true;
+    const bool drawn = way == Way::kOpen || draw_short(a, r, rules, list, &token);
+    if (drawn) {
+      if (threadIdx.x == 0 && a.tokens != nullptr) a.tokens[r] = token;
+      if (!wants_raw(a) || finish_raw(a, r, token, list, way == Way::kShort && !has_dense(a))) return;
+    }
+    __syncthreads();  // too many candidates: as any other row, but by one block
     slice = static_cast<int>((a.vocabulary + kVector - 1) / kVector * kVector);
     cached = cached_alone;
   }
   Row row(a, shared, reinterpret_cast<float*>(values), slice, cached, alone);
-  const int64_t r = row.row;
   row.load(false);
   int64_t token = -1;
   if (row.largest > kMinusInfinity) {
@@ -543,9 +658,7 @@ __global__ void __launch_bounds__(kThreads, 2)
         cut = row.first(cut, rules.top_k);
       }
       if (rules.top_p < 1.0f) cut = row.nucleus(cut, rules.top_p, rules.inverse_temperature);
-      const TokenNoise noise(a.seeds != nullptr ? a.seeds[r] : 0, a.positions != nullptr ? a.positions[r] : 0,
-                             a.samples != nullptr ? a.samples[r] : 0);
-      token = row.draw(cut, rules.inverse_temperature, noise);
+      token = row.draw(cut, rules.inverse_temperature, noise_of(a, r));
     }
     if (a.logprobs != nullptr) {
       const float log_sum = log_of_mass(row.mass(cut, rules.inverse_temperature));
@@ -581,7 +694,7 @@ void stream_rows(const Sample& a, cudaStream_t stream) {
     const auto blocks = static_cast<int>((chunks + kStreamWarps * kChunks - 1) / (kStreamWarps * kChunks));
     const auto grid = static_cast<unsigned>(a.rows * blocks);
     maxima_kernel<T, kChunks><<<grid, kStreamThreads, 0, stream>>>(a, blocks);
-    if (wants_raw(a)) raw_mass_kernel<T, kChunks><<<grid, kStreamThreads, 0, stream>>>(a, blocks);
+    if (wants_raw(a) || a.logprobs != nullptr) raw_mass_kernel<T, kChunks><<<grid, kStreamThreads, 0, stream>>>(a, blocks);
   };
   if (a.rows * chunks > 32 * 1024) {
     pass(std::integral_constant<int, 4>{});
