@@ -101,7 +101,7 @@ struct RowInputs {
   int64_t bias_width = 0, pending_width = 0;
   Penalties penalties;
 
-  QUARTZ_HD RowInputs() = default;
+  RowInputs() = default;
   QUARTZ_HD RowInputs(const Sample& a, int64_t row) {
     if (a.bitmask != nullptr) bitmask = a.bitmask + row * a.bitmask_stride;
     const int64_t slot = a.slots != nullptr ? a.slots[row] : row;
@@ -150,7 +150,7 @@ struct RowRules {
   int64_t top_k = 0;                // 0: all
   float top_p = 1.0f;
 
-  QUARTZ_HD RowRules() = default;
+  RowRules() = default;
   QUARTZ_HD RowRules(const Sample& a, int64_t row) {
     if (a.temperature != nullptr) {
       const float temperature = a.temperature[row];
