@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -147,10 +148,32 @@ def _stand_in(module: nn.Module, parameters: dict[str, Tensor], children: dict[s
     return other
 
 
-def _plain(module: nn.Module) -> tuple:
-    """Return the plain attributes on which a module's computation may depend, as part of a key."""
-    values = vars(module)
-    return tuple(v for k, v in values.items() if k[0] != "_" and isinstance(v, bool | int | float | str))
+class _Forms:
+    """What was found out about modules, by their identity; forgotten with them."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref, Any, Any]] = {}
+
+    def get(self, module: nn.Module, state: Any, find: Callable[[nn.Module], Any]) -> Any:
+        """Return what is known of a module in a state, by default what `find` finds."""
+        key = id(module)
+        known = self._known.get(key)
+        if known is not None and known[0]() is module and known[1] == state:
+            return known[2]
+        form = find(module)
+        self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None)), state, form
+        return form
+
+    def values(self) -> list:
+        """Return the forms of all modules, None for those that stay."""
+        return [form for _, _, form in self._known.values()]
+
+
+def _key(module: nn.Module) -> tuple:
+    """Return what modules of one form have in common: the class, the plain attributes, the names of their parts."""
+    plain = tuple(v for k, v in vars(module).items() if k[0] != "_" and isinstance(v, bool | int | float | str))
+    act = getattr(module, "act_fn", None)
+    return type(module), plain, tuple(module._parameters), tuple(module._modules), type(act), str(act)
 
 
 # ---- RMS norms ----------------------------------------------------------------------------------------------------
@@ -160,9 +183,6 @@ class _Norm(NamedTuple):
     eps: str  # name of the attribute
     offset: float
     round_first: bool
-
-
-_norms: dict[tuple, _Norm | None] = {}
 
 
 def _norm_of(module: nn.Module, original: Callable) -> _Norm | None:
@@ -199,7 +219,22 @@ def _norm_matches(
     return dtype == torch.float32 or (result != expected).float().mean().item() < 0.02
 
 
+def _remembered(find: Callable[[nn.Module, Callable], Any], original: Callable) -> Callable[[nn.Module], Any]:
+    """Return `find` for one original, which tries the modules of one form only once."""
+    found: dict[tuple, Any] = {}
+
+    def once(module: nn.Module) -> Any:
+        key = _key(module)
+        if key not in found:
+            found[key] = find(module, original)
+        return found[key]
+
+    return once
+
+
 def _make_norm(original: Callable) -> Callable:
+    forms, find = _Forms(), _remembered(_norm_of, original)
+
     @functools.wraps(original)
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
         if hidden_states.device.type != "quartz" or torch.compiler.is_compiling():
@@ -207,21 +242,13 @@ def _make_norm(original: Callable) -> Callable:
         weight = self._parameters.get("weight")
         if weight is None or weight.dtype is not hidden_states.dtype or weight.dtype not in _FLOATS:
             return original(self, hidden_states)
-        key = (original, _plain(self))
-        try:
-            form = _norms[key]
-        except KeyError:
-            form = _norms[key] = _norm_of(self, original)
+        form = forms.get(self, self.training, find)
         if form is None or hidden_states.shape[-1] != weight.shape[0]:
             return original(self, hidden_states)
-        return _ops().rms_norm(
-            hidden_states,
-            weight,
-            getattr(self, form.eps),
-            weight_offset=form.offset,
-            round_first=form.round_first,
-        )
+        eps = self.__dict__[form.eps]
+        return _ops().rms_norm(hidden_states, weight, eps, weight_offset=form.offset, round_first=form.round_first)
 
+    forward.forms = forms
     return forward
 
 
@@ -234,7 +261,6 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": nn.functional.relu,
     "relu2": lambda x: nn.functional.relu(x).square(),
 }
-_mlps: dict[tuple, str | None] = {}
 
 
 def _mlp_of(module: nn.Module, original: Callable) -> str | None:
@@ -269,20 +295,14 @@ def _mlp_matches(module: nn.Module, original: Callable, activation: Callable, dt
 
 
 def _make_mlp(original: Callable) -> Callable:
+    forms, find = _Forms(), _remembered(_mlp_of, original)
+
     @functools.wraps(original)
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if x.device.type != "quartz" or torch.compiler.is_compiling():
             return original(self, x)
-        key = (
-            original,
-            type(self._modules.get("act_fn", getattr(self, "act_fn", None))),
-            _plain(self),
-            len(self._modules),
-        )
-        try:
-            activation = _mlps[key]
-        except KeyError:
-            activation = _mlps[key] = _mlp_of(self, original)
+        act = self._modules.get("act_fn") or self.__dict__.get("act_fn")
+        activation = forms.get(self, (self.training, id(act)), find)
         if activation is None:
             return original(self, x)
         gate, up = self.gate_proj(x), self.up_proj(x)
@@ -295,6 +315,7 @@ def _make_mlp(original: Callable) -> Callable:
             return self.down_proj(self.act_fn(gate) * up)
         return self.down_proj(_ops().gated_activation(gate, up, activation, round_first=True))
 
+    forward.forms = forms
     return forward
 
 
@@ -322,7 +343,6 @@ _ROTATIONS = tuple(
         ("interleaved", False, False),
     )
 )
-_rotations: dict[tuple, _Rotation | None] = {}
 
 
 def _rotate(form: _Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads_dim: int) -> tuple[Tensor, Tensor]:
@@ -334,8 +354,12 @@ def _rotate(form: _Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, hea
     return _ops().rotary_qk(q, k, cos, sin, style=form.style, pair_table=form.pair_table, heads_dim=heads_dim)
 
 
-def _rotation_of(original: Callable, size: int, width: int, dtype: torch.dtype, table: torch.dtype) -> _Rotation | None:
+def _rotation_of(
+    original: Callable, size: int, size_k: int, width: int, dtype: torch.dtype, dtype_k: torch.dtype, table: torch.dtype
+) -> _Rotation | None:
     """Return the form of a rotary function for heads of `size` and tables of `width` elements."""
+    if size != size_k or dtype is not dtype_k or dtype not in _FLOATS:
+        return None
     q, k = _noise(1, 3, 4, size).to(dtype), _noise(1, 2, 4, size).to(dtype)
     angles = _noise(1, 4, width)
     halves = torch.cat((angles[..., : (width + 1) // 2],) * 2, -1)[..., :width]  # what models have: both halves equal
@@ -355,7 +379,7 @@ def _rotation_of(original: Callable, size: int, width: int, dtype: torch.dtype, 
 
 def _make_rotary(original: Callable) -> Callable:
     names = tuple(inspect.signature(original).parameters)
-    place = names.index("unsqueeze_dim") if "unsqueeze_dim" in names else None
+    forms: dict[tuple, _Rotation | None] = {}
 
     @functools.wraps(original)
     def apply_rotary_pos_emb(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
@@ -365,28 +389,25 @@ def _make_rotary(original: Callable) -> Callable:
         if rest or options:
             arguments = dict(zip(names[4:], rest, strict=False)) | options
             heads = arguments.pop("unsqueeze_dim", 1)
-            if place is None or any(value is not None for value in arguments.values()):
+            if any(value is not None for value in arguments.values()):
                 return original(q, k, cos, sin, *rest, **options)
-        positions = 3 - heads
+        of_q, of_k, of_table = q.shape, k.shape, cos.shape
         fits = (
-            q.dim() == 4 == k.dim()
-            and cos.dim() == 3
-            and q.dtype is k.dtype
-            and q.dtype in _FLOATS
+            len(of_q) == 4 == len(of_k)
+            and len(of_table) == 3
             and heads in (1, 2)
-            and q.shape[-1] == k.shape[-1]
-            and q.shape[positions] == k.shape[positions] == cos.shape[1]
-            and q.shape[0] == k.shape[0]
-            and cos.shape[0] in (1, q.shape[0])
-            and not (cos.requires_grad and torch.is_grad_enabled())
+            and of_q[3 - heads] == of_k[3 - heads] == of_table[1]
+            and of_q[0] == of_k[0]
+            and of_table[0] in (1, of_q[0])
+            and not (torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad))
         )
         if not fits:
             return original(q, k, cos, sin, *rest, **options)
-        key = (original, q.shape[-1], cos.shape[-1], q.dtype, cos.dtype)
+        key = (of_q[3], of_k[3], of_table[2], q.dtype, k.dtype, cos.dtype)
         try:
-            form = _rotations[key]
+            form = forms[key]
         except KeyError:
-            form = _rotations[key] = _rotation_of(original, q.shape[-1], cos.shape[-1], q.dtype, cos.dtype)
+            form = forms[key] = _rotation_of(original, *key)
         if form is None:
             return original(q, k, cos, sin, *rest, **options)
         return _rotate(form, q, k, cos, sin, heads - 4)
