@@ -381,6 +381,17 @@ def test_logprobs(dtype):  # F6, J4: one a token, no NaN
     assert none.raw_logprobs.numel() == none.logprobs.numel() == none.top_ids.numel() == 0
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_token_logprobs_have_the_bits_of_sample(dtype):
+    generator = torch.Generator().manual_seed(12)
+    logits = (torch.randn(30, 500, generator=generator) * 3).to("quartz", dtype)
+    got = ops.sample(logits, 0.7, 40, 0.9, seeds=5, positions=torch.arange(30, device="quartz"), top_n=3)
+    assert same_bits(ops.token_logprobs(logits, got.tokens), got.raw_logprobs)
+    assert same_bits(ops.token_logprobs(logits, got.top_ids[:, 2]), got.top_logprobs[:, 2].contiguous())
+    odd = tensor([[0.0, -math.inf, math.nan, 0.0]] * 4)
+    assert ops.token_logprobs(odd, tensor([1, 2, 4, -1])).tolist() == [-math.inf] * 4
+
+
 def test_nothing_depends_on_the_global_generator():
     logits = torch.randn(3, 100, device="quartz")
     state = torch.quartz.get_rng_state()

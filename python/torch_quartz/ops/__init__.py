@@ -22,7 +22,7 @@ from torch_quartz.ops.quantize import (
 from torch_quartz.ops.random_fill import bernoulli_, exponential_, normal_, uniform_
 from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
 from torch_quartz.ops.rotary import rotary, rotary_qk
-from torch_quartz.ops.sample import SampleResult, count_tokens, sample, token_bits
+from torch_quartz.ops.sample import SampleResult, count_tokens, sample, token_bits, token_logprobs
 from torch_quartz.ops.spec_schedule import spec_schedule
 from torch_quartz.ops.spec_verify import VerifyResult, spec_verify
 
@@ -56,5 +56,6 @@ __all__ = [
     "spec_schedule",
     "spec_verify",
     "token_bits",
+    "token_logprobs",
     "uniform_",
 ]

@@ -138,6 +138,40 @@ def sample(
     )
 
 
+def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Return the log probability of one given token a row, in the bits of `raw_logprobs` of `sample`.
+
+    For scoring a finished text so that it equals what was reported while it was generated.
+
+    Parameters
+    ----------
+    logits : Tensor
+        Shape ``(rows, vocabulary)``; float32, float16 or bfloat16.
+    tokens : Tensor
+        Shape ``(rows,)``, integers.
+
+    Returns
+    -------
+    Tensor
+        Shape ``(rows,)``, float32; ``-inf`` for a token of logit ``-inf`` or NaN, or outside the vocabulary.
+
+    Raises
+    ------
+    RuntimeError
+        As `sample`.
+
+    Examples
+    --------
+    >>> logits = torch.zeros(2, 4, device="quartz")
+    >>> torch_quartz.ops.token_logprobs(logits, torch.tensor([3, 4], device="quartz")).cpu()
+    tensor([-1.3863,    -inf])
+    """
+    # A bias of infinity makes the token the largest; raw logprobs do not see it.
+    raised = torch.full((logits.shape[0], 1), torch.inf, device=logits.device)
+    result = sample(logits, temperature=0.0, bias_ids=tokens[:, None], bias_values=raised)
+    return torch.where(result.tokens == tokens, result.raw_logprobs, -torch.inf)
+
+
 def count_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
     """Return how often each token occurs in each row: `counts` of `sample` from the tokens of the requests.
 
