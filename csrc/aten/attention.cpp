@@ -14,8 +14,24 @@
 
 namespace quartz {
 
+namespace {
+
+// The tile kernels of the GPU copy 16 bytes at a time. Which kernel serves a call must not depend on strides, since its
+// bits would: what is not so is copied first.
+bool needs_copy(const at::Tensor& tensor) {
+  if (!on_gpu(tensor) || tensor.element_size() != 2 || tensor.size(-1) % 8 != 0) return false;
+  if (reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 != 0) return true;
+  for (int64_t i = 0; i + 1 < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1 && (tensor.stride(i) <= 0 || tensor.stride(i) % 8 != 0)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 at::Tensor with_contiguous_rows(const at::Tensor& tensor) {
-  return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
+  if (tensor.stride(-1) != 1 && tensor.size(-1) != 1) return tensor.contiguous();
+  return needs_copy(tensor) ? tensor.clone(at::MemoryFormat::Contiguous) : tensor;
 }
 
 kernels::AttentionStrides attention_strides(const at::Tensor& tensor) {

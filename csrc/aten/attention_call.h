@@ -9,7 +9,7 @@
 
 namespace quartz {
 
-// The tensor itself if its last dimension is contiguous, else a contiguous copy.
+// The tensor itself if its last dimension is contiguous and, on a GPU, its rows are aligned; else a contiguous copy.
 at::Tensor with_contiguous_rows(const at::Tensor& tensor);
 
 // Strides of a tensor (batch, head, row, element).

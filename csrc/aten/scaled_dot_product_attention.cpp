@@ -1,7 +1,7 @@
 // scaled_dot_product_attention: which kernel serves a call, and the operators PyTorch routes other devices to.
 //
-// On the host, calls without dropout in float32, float16 and bfloat16 run the kernel of quartz::attention, with and
-// without gradients, so that both give the same bits. The rest is PyTorch's.
+// Calls without dropout in float32, float16 and bfloat16 run the kernel of quartz::attention, with and without
+// gradients, so that both give the same bits. The rest is PyTorch's.
 #include <ATen/Context.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/TensorOperators.h>
@@ -43,7 +43,7 @@ bool can_be_aliased(const at::Tensor& tensor) {
 // What the kernel of quartz::attention serves, read from metadata only: the arguments may be fake.
 bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask,
              double dropout, bool causal, bool enable_gqa) {
-  if (substrate().is_cuda() || dropout > 0) return false;
+  if (dropout > 0) return false;
   const auto& context = at::globalContext();
   if (!context.userEnabledFlashSDP() && !context.userEnabledOverrideableSDP()) return false;  // sdpa_kernel(MATH)
   const int64_t dims = query.dim();
@@ -169,7 +169,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> flash_attention_backw
   return {cut(grad_q, query), cut(grad_k, key), cut(grad_v, value), at::Tensor()};
 }
 
-// ---- host ----------------------------------------------------------------------------------------------------------
+// ---- own ----------------------------------------------------------------------------------------------------------
 
 // In the order of the query's strides, as PyTorch's meta function has it.
 at::Tensor output_like(const at::Tensor& query, int64_t value_size) {
@@ -187,15 +187,11 @@ at::Tensor output_like(const at::Tensor& query, int64_t value_size) {
   return at::empty_strided(sizes, strides, query.options());
 }
 
-at::Tensor zero_scalar(const at::Tensor& like) {
-  auto zero = at::empty({}, like.options().dtype(at::kLong));
-  *zero.mutable_data_ptr<int64_t>() = 0;
-  return zero;
-}
+at::Tensor zero_scalar(const at::Tensor& like) { return at::zeros({}, like.options().dtype(at::kLong)); }
 
-AttentionOutputs host_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-                                const std::optional<at::Tensor>& bias, double dropout, bool causal,
-                                bool /*return_debug_mask*/, std::optional<double> scale) {
+AttentionOutputs own_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                               const std::optional<at::Tensor>& bias, double dropout, bool causal,
+                               bool /*return_debug_mask*/, std::optional<double> scale) {
   const char* op = "_scaled_dot_product_fused_attention_overrideable";
   const auto mask = bias.value_or(at::Tensor());
   TORCH_CHECK(is_ours(query, key, value, mask, dropout, causal, true), "quartz: ", op,
@@ -269,7 +265,12 @@ AttentionGradients plain_backward(const at::Tensor& grad_output, const at::Tenso
   return result;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backward(
+// PyTorch's flash kernel puts the triangle of a causal call at the lower right: the same if there are as many keys.
+bool flash_takes_backward(const at::Tensor& query, const at::Tensor& key, bool causal) {
+  return query.scalar_type() != at::kFloat && query.size(3) <= 256 && (!causal || query.size(2) == key.size(2));
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> own_attention_backward(
     const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
     const at::Tensor& bias, std::array<bool, 4> needed, const at::Tensor& output, const at::Tensor& logsumexp,
     const at::Tensor&, const at::Tensor&, int64_t, int64_t, double, bool causal, const at::Tensor&, const at::Tensor&,
@@ -281,7 +282,17 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backwa
              grad = scope.to_native(grad_output), out = scope.to_native(output), lse = scope.to_native(logsumexp);
   const auto mask = bias.defined() ? scope.to_native(bias) : at::Tensor();
   AttentionGradients result;
-  if (!mask.defined() && v.size(3) == q.size(3) && (!causal || k.size(2) >= q.size(2))) {
+  const bool fused = !mask.defined() && v.size(3) == q.size(3);
+  if (fused && substrate().is_cuda() && flash_takes_backward(q, k, causal)) {
+    const auto padded = [](const at::Tensor& tensor) { return pad_head(tensor); };
+    const auto state = at::zeros({2}, q.options().dtype(at::kLong)).view(at::kUInt64);
+    std::tie(result.q, result.k, result.v) = at::_scaled_dot_product_flash_attention_backward(
+        padded(grad), padded(q), padded(k), padded(v), padded(out), lse, at::Tensor(), at::Tensor(), q.size(2),
+        k.size(2), 0., causal, state, at::empty({}, q.options().dtype(at::kLong)), factor);
+    for (auto* gradient : {&result.q, &result.k, &result.v}) {
+      if (gradient->size(3) != q.size(3)) *gradient = gradient->narrow(-1, 0, q.size(3));
+    }
+  } else if (fused && !substrate().is_cuda() && (!causal || k.size(2) >= q.size(2))) {
     // Every row has keys and nothing is masked: PyTorch's fused backward pass, which takes our logsumexp.
     const int64_t group = q.size(1) / k.size(1);
     const auto wide_k = group == 1 ? k : k.repeat_interleave(group, 1);
@@ -327,13 +338,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> differentiable_backwa
           bias.defined() ? at::sum_to(grad_scores, bias.sizes()).to(bias.scalar_type()) : at::Tensor()};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backward_autograd(
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> own_attention_backward_autograd(
     c10::DispatchKeySet keys, const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key,
     const at::Tensor& value, const at::Tensor& bias, std::array<bool, 4> needed, const at::Tensor& output,
     const at::Tensor& logsumexp, const at::Tensor& cum_q, const at::Tensor& cum_k, c10::SymInt max_q, c10::SymInt max_k,
     double dropout, bool causal, const at::Tensor& seed, const at::Tensor& offset, std::optional<double> scale) {
   const auto tracked = [](const at::Tensor& tensor) { return tensor.defined() && tensor.requires_grad(); };
-  if (at::GradMode::is_enabled() &&
+  if (at::GradMode::is_enabled() && dropout == 0 &&
       (tracked(grad_output) || tracked(query) || tracked(key) || tracked(value) || tracked(bias))) {
     return differentiable_backward(grad_output, query, key, value, bias, causal,
                                    attention_scale(scale, query.size(-1)));
@@ -344,20 +355,40 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> host_attention_backwa
       std::move(max_q), std::move(max_k), dropout, causal, seed, offset, scale);
 }
 
+// On a GPU dropout is PyTorch's flash kernel's.
+AttentionOutputs own_or_flash_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                                        const std::optional<at::Tensor>& bias, double dropout, bool causal,
+                                        bool return_debug_mask, std::optional<double> scale) {
+  const bool own = is_ours(query, key, value, bias.value_or(at::Tensor()), dropout, causal, true);
+  return own ? own_attention(query, key, value, bias, dropout, causal, return_debug_mask, scale)
+             : flash_attention(query, key, value, bias, dropout, causal, return_debug_mask, scale);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> own_or_flash_attention_backward(
+    const at::Tensor& grad_output, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& bias, std::array<bool, 4> needed, const at::Tensor& output, const at::Tensor& logsumexp,
+    const at::Tensor& cum_q, const at::Tensor& cum_k, int64_t max_q, int64_t max_k, double dropout, bool causal,
+    const at::Tensor& seed, const at::Tensor& offset, std::optional<double> scale) {
+  // Without dropout both forward passes leave the same things behind.
+  const auto backward = dropout == 0 ? &own_attention_backward : &flash_attention_backward;
+  return backward(grad_output, query, key, value, bias, needed, output, logsumexp, cum_q, cum_k, max_q, max_k, dropout,
+                  causal, seed, offset, scale);
+}
+
 }  // namespace
 
 void register_attention(torch::Library& library) {
   const char* forward = "_scaled_dot_product_fused_attention_overrideable";
   const char* backward = "_scaled_dot_product_fused_attention_overrideable_backward";
   if (substrate().is_cuda()) {
-    own_kernel<&flash_attention>(library, forward);
-    own_kernel<&flash_attention_backward>(library, backward);
+    own_kernel<&own_or_flash_attention>(library, forward);
+    own_kernel<&own_or_flash_attention_backward>(library, backward);
   } else {
-    own_kernel<&host_attention>(library, forward);
-    own_kernel<&host_attention_backward>(library, backward);
-    permanent_library("aten", c10::DispatchKey::AutogradPrivateUse1)
-        .impl(backward, TORCH_FN(host_attention_backward_autograd));
+    own_kernel<&own_attention>(library, forward);
+    own_kernel<&own_attention_backward>(library, backward);
   }
+  permanent_library("aten", c10::DispatchKey::AutogradPrivateUse1)
+      .impl(backward, TORCH_FN(own_attention_backward_autograd));
 }
 
 }  // namespace quartz
