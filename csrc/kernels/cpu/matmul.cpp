@@ -106,6 +106,9 @@ class Worker {
       sum[0] = dot(p.x, a_.x_strides.column, p.w, a_.w_strides.column, p.k);
       return finish(p, 0, 0, sum, 16, 1, 1);
     }
+    if (a_.w_strides.row == 1 && a_.w_strides.column != 1 && part.row_end - part.row <= kRows) {
+      return spread_columns(p, part);
+    }
     const int64_t blocks = divide_up(part.row_end - part.row, kRows), groups = divide_up(blocks, kGroup);
     for (int64_t group = 0; group < groups; ++group) {
       const int64_t first = blocks * group / groups, last = blocks * (group + 1) / groups;
@@ -134,8 +137,8 @@ class Worker {
       return stream_panels(p, part, row_at(first), row_at(last), packed.floats());
     }
 
-    const bool narrow = a_.w_strides.column == 1 || last - first > 2;
-    const int64_t panels_at_once = narrow ? 2 : 8, begin_row = row_at(first), all_rows = row_at(last) - begin_row;
+    constexpr int64_t panels_at_once = 2;
+    const int64_t begin_row = row_at(first), all_rows = row_at(last) - begin_row;
     const int64_t pitch = panels_at_once * kPanel, tile_floats = kChainWords * kPanel;
     const Scratch tiles(Scratch::kPanels, panels_at_once * tile_floats * 4);
     const Scratch totals(Scratch::kTotals, all_rows * pitch * 4);
@@ -191,6 +194,36 @@ class Worker {
         }
       }
       finish(p, row, column, totals, kPanel, rows, columns);
+    }
+  }
+
+  // Few rows, and the columns of w contiguous: they are read where they are.
+  void spread_columns(const Problem<T>& p, const Part& part) {
+    const int64_t rows = part.row_end - part.row, wide = rows <= 4 ? 1024 : 256, x_pitch = divide_up(p.k, 16) * 16 + 16;
+    const Scratch packed(Scratch::kRows, rows * x_pitch * 4), sums(Scratch::kTotals, 2 * rows * wide * 4);
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* from = p.x + (part.row + row) * a_.x_strides.row;
+      float* to = packed.floats() + row * x_pitch;
+      for (int64_t k = 0; k < p.k; ++k) to[k] = kernels::to_float(from[k * a_.x_strides.column]);
+      std::fill(to + p.k, to + x_pitch, 0.0f);
+    }
+    float *chain = sums.floats(), *totals = chain + rows * wide;
+    const int64_t end = std::min(part.panel_end * kPanel, p.n);
+    for (int64_t column = part.panel * kPanel; column < end; column += wide) {
+      const int64_t columns = std::min(wide, end - column);
+      if (p.k == 0) std::fill_n(totals, rows * wide, 0.0f);
+      for (int64_t k = 0; k < p.k; k += kChain) {
+        float* to = k == 0 ? totals : chain;
+        spread(p.w + column + k * a_.w_strides.column, a_.w_strides.column, columns, std::min(kChain, p.k - k),
+               packed.floats() + k, x_pitch, rows, to, wide);
+        if (k == 0) continue;
+        for (int64_t row = 0; row < rows; ++row) {
+          for (int64_t i = row * wide; i < row * wide + columns; i += kLanes) {
+            store(totals + i, add(load(totals + i), load(chain + i)));
+          }
+        }
+      }
+      finish(p, part.row, column, totals, wide, rows, columns);
     }
   }
 

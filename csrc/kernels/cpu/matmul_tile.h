@@ -179,6 +179,50 @@ __attribute__((noinline)) void stream(const T* w, int64_t stride, int64_t k, con
   }
 }
 
+// The same for a w whose columns are contiguous, [k][columns]: nothing is packed. K elements of k at a time are added
+// to sums of `rows` x `columns` floats, `pitch` apart, which stay in L1; x holds floats, row after row `x_pitch` apart.
+// With `start` the sums begin at +0. `odd_missing`: the last pair of bfloat16 has no odd k.
+template <class T, int K>
+QUARTZ_INLINE void spread_step(const T* w, int64_t stride, int64_t columns, const float* x, int64_t x_pitch,
+                               int64_t rows, float* sums, int64_t pitch, bool start, bool odd_missing) {
+  for (int64_t column = 0; column < columns; column += kLanes) {
+    const Mask mask = first(columns - column);
+    const bool whole = columns - column >= kLanes;
+    Vec values[K];
+    QUARTZ_UNROLL for (int i = 0; i < K; ++i) {
+      const T* p = w + i * stride + column;
+      if (kPerWord<T> == 2 && i == K - 1 && odd_missing) {
+        values[i] = zero();
+      } else {
+        _mm_prefetch(reinterpret_cast<const char*>(p + K * stride), _MM_HINT_T0);
+        values[i] = whole ? load(p) : load(p, mask);
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      float* to = sums + row * pitch + column;
+      const float* factor = x + row * x_pitch;
+      Vec sum = start ? zero() : load(to);
+      QUARTZ_UNROLL for (int i = 0; i < K; ++i) {
+        const int k = kPerWord<T> == 2 ? i ^ 1 : i;  // of a pair, the odd k first
+        sum = fma(broadcast(factor[k]), values[k], sum);
+      }
+      store(to, sum);
+    }
+  }
+}
+template <class T>
+__attribute__((noinline)) void spread(const T* w, int64_t stride, int64_t columns, int64_t k, const float* x,
+                                      int64_t x_pitch, int64_t rows, float* sums, int64_t pitch) {
+  constexpr int kWord = kPerWord<T>;
+  int64_t at = 0;
+  for (; at + 8 <= k; at += 8) {
+    spread_step<T, 8>(w + at * stride, stride, columns, x + at, x_pitch, rows, sums, pitch, at == 0, false);
+  }
+  for (; at < k; at += kWord) {
+    spread_step<T, kWord>(w + at * stride, stride, columns, x + at, x_pitch, rows, sums, pitch, at == 0, at + 1 == k);
+  }
+}
+
 template <class A>
 using Chain = void (*)(int64_t, const float*, const float*, float*, int64_t, bool, const float*);
 template <class A, class T>

@@ -79,6 +79,7 @@ def load(role: str, substrate: str) -> Target:
 
 
 _calls = [0, 0]  # operator calls since take_counts: by own kernels, by the fallback
+_computed_by_own: set[str] = set()  # operators whose own kernel has computed since take_counts
 
 
 def start_counting(target: Target) -> None:
@@ -94,15 +95,18 @@ def stop_counting(target: Target) -> None:
     if target.role == "quartz":
         import torch_quartz
 
-        for own, fallback in torch_quartz._C.op_counts().values():
+        for name, (own, fallback) in torch_quartz._C.op_counts().items():
             _calls[0] += own
             _calls[1] += fallback
+            if own > fallback:  # an own kernel that hands a dtype on to the fallback counts in both
+                _computed_by_own.add(name)
 
 
-def take_counts() -> tuple[int, int]:
-    """Operator calls kept since the last time: (by own kernels, by the fallback)."""
-    counts = _calls[0], _calls[1]
+def take_counts() -> tuple[int, int, set[str]]:
+    """Operator calls kept since the last time: by own kernels, by the fallback; and which own kernels computed."""
+    counts = _calls[0], _calls[1], set(_computed_by_own)
     _calls[:] = 0, 0
+    _computed_by_own.clear()
     return counts
 
 

@@ -87,9 +87,9 @@ def _verdict(target, request, check, reference, got) -> dict:
 
     from .comparison import Rules, Verdict, compare
     from .databases import ERROR_CHECKS, UNORDERED_CHECKS
-    from .exclusions import CLOSE_ON_HOST, UNINITIALISED
+    from .exclusions import CLOSE_ON_HOST, OWN_ORDER, UNINITIALISED
 
-    own, fallback = targets.take_counts()
+    own, fallback, computed = targets.take_counts()
     name = request["name"].split(".")[0] if request["name"].split(".")[0] in UNINITIALISED else request["name"]
     if isinstance(reference, str):
         verdict = Verdict(message=reference, without_reference=1)
@@ -97,7 +97,8 @@ def _verdict(target, request, check, reference, got) -> dict:
         verdict = Verdict(status="error", message=got)
     else:
         ordered = check not in UNORDERED_CHECKS
-        strict = target.substrate == "host" and request["name"] not in CLOSE_ON_HOST and ordered
+        close = request["name"] in CLOSE_ON_HOST or not computed.isdisjoint(OWN_ORDER)
+        strict = target.substrate == "host" and not close and ordered
         rules = Rules(bit_equal=strict, values=name not in UNINITIALISED, strides=ordered)
         verdict = compare(reference, got, rules, errors=check in ERROR_CHECKS)
     return {**dataclasses.asdict(verdict), "own": own, "fallback": fallback}
