@@ -5,12 +5,14 @@ Importing this package registers their fake kernels (for ``torch.compile`` and `
 """
 
 from torch_quartz.ops.apply_token_bitmask_ import apply_token_bitmask_
+from torch_quartz.ops.attention import attention
 from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, silu_and_mul
 from torch_quartz.ops.layer_norm import layer_norm
 from torch_quartz.ops.markov_draft import markov_draft
 from torch_quartz.ops.moe_experts import moe_experts
 from torch_quartz.ops.moe_topk import moe_topk
 from torch_quartz.ops.ngram_propose import ngram_propose
+from torch_quartz.ops.paged_attention import paged_attention, write_kv
 from torch_quartz.ops.quantize import (
     dequantize_fp8,
     dequantize_mxfp4,
@@ -31,6 +33,7 @@ __all__ = [
     "VerifyResult",
     "add_rms_norm",
     "apply_token_bitmask_",
+    "attention",
     "bernoulli_",
     "count_tokens",
     "dequantize_fp8",
@@ -45,6 +48,7 @@ __all__ = [
     "moe_topk",
     "ngram_propose",
     "normal_",
+    "paged_attention",
     "quantize_fp8",
     "quantize_mxfp4",
     "quantize_nvfp4",
@@ -58,4 +62,5 @@ __all__ = [
     "token_bits",
     "token_logprobs",
     "uniform_",
+    "write_kv",
 ]
