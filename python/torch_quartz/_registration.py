@@ -3,7 +3,7 @@
 import atexit
 import sys
 
-from torch_quartz import _load
+from torch_quartz import _load, environment
 
 _registered = False
 
@@ -28,6 +28,7 @@ def register() -> None:
     patches.install_all()
     atexit.register(_drain_autograd, _C.drain_autograd, device.is_initialized)
     _registered = True
+    environment.warn_of_unknown()
 
 
 def _drain_autograd(drain, is_initialized) -> None:
