@@ -9,6 +9,7 @@
 #include <unordered_set>
 
 #include "aten/alias.h"
+#include "aten/call_error.h"
 #include "runtime/generator.h"
 #include "runtime/guard.h"
 
@@ -95,23 +96,34 @@ IValue map_nested(const IValue& value, const Map& map) {
 // One call of the fallback.
 class Call {
  public:
-  Call(const OpFacts& facts, Stack& stack)
-      : facts_(facts), stack_(stack), base_(stack.size() - facts.argument_count), scope_(facts.counter.name) {}
+  Call(const OpFacts& facts, Stack& stack) : facts_(facts), stack_(stack), base_(stack.size() - facts.argument_count) {}
 
   void map_arguments() {
-    for (const auto& argument : facts_.arguments) {
-      auto& value = stack_[base_ + argument.index];
-      if (value.isNone() || argument.kind == Kind::kGenerator) continue;
-      originals_.push_back({argument.index, argument.written, value});
-      map_argument(value, argument);
+    try {
+      for (const auto& argument : facts_.arguments) {
+        auto& value = stack_[base_ + argument.index];
+        if (value.isNone() || argument.kind == Kind::kGenerator) continue;
+        originals_.push_back({argument.index, argument.written, value});
+        map_argument(value, argument);
+      }
+    } catch (const c10::Error&) {
+      if (!scope_.has_two_devices()) throw;
+      scope_.throw_mixed_devices(facts_.counter.name, facts_.argument_names[originals_.back().index]);
     }
-    if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) throw_mixed_devices();
+    if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) {
+      scope_.throw_mixed_devices(facts_.counter.name, as_given().argument_with(scope_.misplaced_operand()));
+    }
     for (const auto& argument : facts_.arguments) {  // after the device is known
       if (argument.kind == Kind::kGenerator) map_generator(stack_[base_ + argument.index]);
     }
   }
 
+  // After the kernel has failed.
   void follow_resized() { scope_.follow_resized(); }
+  void explain(c10::Error& error) const {
+    translate_out_of_memory(error, scope_.has_device() ? scope_.device().index() : current_device());
+    as_given().add_to(error);
+  }
 
   void bump_versions() {
     const auto bump = [](const at::Tensor& tensor) {
@@ -140,8 +152,6 @@ class Call {
     }
   }
 
-  c10::DeviceIndex device() const { return scope_.has_device() ? scope_.device().index() : current_device(); }
-
  private:
   struct Original {
     uint32_t index;
@@ -149,17 +159,16 @@ class Call {
     IValue value;
   };
 
-  // The aliases have replaced the quartz tensors on the stack, the misplaced CPU tensor is still there.
-  [[noreturn]] void throw_mixed_devices() {
-    std::string name;
+  // On the stack aliases have replaced the tensors.
+  FailedCall as_given() const {
+    FailedCall call{facts_.counter.name, facts_.argument_names, std::vector<IValue>(facts_.argument_count)};
     for (const auto& argument : facts_.arguments) {
-      const auto look = [&](const at::Tensor& tensor) {
-        if (tensor.unsafeGetTensorImpl() == scope_.misplaced_operand()) name = facts_.argument_names[argument.index];
-        return IValue(tensor);
-      };
-      map_nested(stack_[base_ + argument.index], look);
+      if (argument.kind > Kind::kNested) continue;  // no tensor can be in it
+      for (const auto& original : originals_) {
+        if (original.index == argument.index) call.values[argument.index] = original.value;
+      }
     }
-    scope_.throw_mixed_devices(facts_.counter.name, name);
+    return call;
   }
 
   void map_argument(IValue& value, const OpFacts::Argument& argument) {
@@ -273,9 +282,9 @@ void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySe
   call.map_arguments();
   try {
     op.redispatchBoxed(native_dispatch_keys(keys), stack);
-  } catch (const c10::Error& error) {
+  } catch (c10::Error& error) {
     call.follow_resized();
-    translate_out_of_memory(error, call.device());
+    call.explain(error);
     throw;
   } catch (...) {
     call.follow_resized();
