@@ -60,6 +60,10 @@ bool same_storage(const at::Tensor& tensor, const c10::StorageImpl* storage) {
 const c10::DispatchKeySet kAboveKernels =
     c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
 
+c10::DispatchKeySet above_list_writers() {
+  return substrate().is_cuda() ? kAboveKernels - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) : kAboveKernels;
+}
+
 bool has_special_layout(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
   static constexpr c10::DispatchKeySet kSpecial({DispatchKey::Sparse, DispatchKey::SparseCsr, DispatchKey::NestedTensor,
@@ -178,7 +182,13 @@ void AliasScope::throw_mixed_devices(const std::string& op, const std::string& a
   std::ostringstream details;
   if (!op.empty()) details << "operator " << op;
   if (!argument.empty()) details << ", argument '" << argument << "'";
-  if (!has_two_devices()) details << ": move the CPU tensor with .to(\"" << device_ << "\")";
+  if (has_two_devices()) {
+    // which of them should move is the caller's choice
+  } else if (argument == "out") {
+    details << ": out= must be on " << device_;  // a moved copy would take the result instead of the caller's tensor
+  } else {
+    details << ": move the CPU tensor with .to(\"" << device_ << "\")";
+  }
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_,
               " and ", second_device_, "!", details.str().empty() ? "" : " (" + details.str() + ")");
 }
@@ -209,7 +219,7 @@ c10::Storage AliasScope::storage_for(const c10::Storage& native) {
       return known.quartz;
     }
   }
-  storages_.push_back({adopt_storage(StoragePtr::reclaim_copy(impl), device_.index()), impl});
+  storages_.push_back({adopt_storage(StoragePtr::reclaim_copy(impl), result_device().index()), impl});
   return storages_.back().quartz;
 }
 
@@ -241,7 +251,7 @@ at::Tensor AliasScope::relabel_or_adopt(at::Tensor native) {
                    impl->unsafe_storage().use_count() != 1)) {
     return to_quartz(native);
   }
-  ImplAccess::relabel(*impl, inference ? ours.inference : ours.normal, device_);
+  ImplAccess::relabel(*impl, inference ? ours.inference : ours.normal, result_device());
   return native;
 }
 
@@ -262,7 +272,10 @@ void AliasScope::write_back(const at::Tensor& tensor) {
   }
   if (found == nullptr) return;
   const Pair& pair = *found;
-  if (C10_UNLIKELY(has_special_layout(pair.quartz->key_set()))) return write_back_layout(pair);
+  if (C10_UNLIKELY(has_special_layout(pair.quartz->key_set()))) {
+    write_back_layout(pair);
+    if (!pair.quartz->key_set().has(c10::DispatchKey::Quantized)) return;  // a quantized one is strided, too
+  }
 
   auto* quartz = pair.quartz;
   auto* native = pair.native.unsafeGetTensorImpl();

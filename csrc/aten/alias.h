@@ -25,6 +25,10 @@ QUARTZ_API at::Tensor native_alias(const at::Tensor& tensor, AliasKind kind = Al
 // Dispatch keys that are done with when a kernel of ours runs: autograd, ADInplaceOrView and autocast of any device.
 // Without the last one `torch.autocast("cpu")` would change quartz results.
 QUARTZ_API extern const c10::DispatchKeySet kAboveKernels;
+// For operators that write lists and return nothing (in-place foreach): on cuda some of their kernels count versions
+// themselves, the others through the ADInplaceOrView kernels of add_ and its kind, which must therefore still run. On
+// host the caller counts.
+c10::DispatchKeySet above_list_writers();
 
 // What an operator does with an operand. Kernels that write may count versions themselves (CUDA's foreach and fused
 // optimisers do), so a written operand gets a full alias; index operands may stay on the CPU for every device.
@@ -88,6 +92,8 @@ class QUARTZ_API AliasScope {
   c10::Device device() const { return device_; }
   // Takes the device of an argument; RuntimeError if another argument is on another quartz device.
   void take_device(c10::Device device);
+  // The device of new results where the call names one (`to`, `new_zeros`); otherwise it is that of the arguments.
+  void set_result_device(c10::Device device) { result_device_ = device; }
   // After that error: true, and a caller who knows the names throws it again with them.
   bool has_two_devices() const { return second_device_.type() == kQuartz; }
   // A CPU tensor with dimensions that was given beside a quartz tensor, else null: to be refused, since on host memory
@@ -121,6 +127,7 @@ class QUARTZ_API AliasScope {
   Pair make(const at::Tensor& tensor, Operand operand) const;
   void share_borrowed(const at::Tensor& tensor, const at::Tensor& native) const;
   c10::Storage storage_for(const c10::Storage& native);
+  c10::Device result_device() const { return result_device_.value_or(device_); }
   at::Tensor adopt_layout(const at::Tensor& native);  // layouts.cpp
   void write_back_layout(const Pair& pair);           // layouts.cpp
 
@@ -128,6 +135,7 @@ class QUARTZ_API AliasScope {
   c10::SmallVector<KnownStorage, 2> storages_;  // adopted in this call, or arguments themselves
   c10::Device device_{kQuartz, 0};
   c10::Device second_device_{c10::DeviceType::CPU};
+  std::optional<c10::Device> result_device_;
   bool has_device_ = false;
   const c10::TensorImpl* misplaced_operand_ = nullptr;  // identity only
 };

@@ -205,6 +205,7 @@ class Call {
         if (device.type() != kQuartz) break;
         if (device.has_index()) check_device(device.index());
         if (!scope_.has_device()) scope_.take_device(device);
+        scope_.set_result_device(c10::Device(kQuartz, resolve_device(device.index())));
         value = substrate().native_device(resolve_device(device.index()));
         break;
       }
@@ -274,10 +275,16 @@ class Call {
 
 void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   facts.counter.count_fallback();
+  // Collectives write to tensors that their schemas do not mark as written: on aliases they would do nothing.
+  TORCH_CHECK_NOT_IMPLEMENTED(!C10_UNLIKELY(facts.custom && facts.counter.name.rfind("c10d::", 0) == 0),
+                              "quartz: ", facts.counter.name,
+                              " is not supported: there is no process group for quartz tensors. ",
+                              "Move them to the CPU (gloo) or to cuda (nccl) for the collective");
   // A kernel above, or the native one through the shared counter, has counted the versions of the in-place arguments of
   // PyTorch's operators; for a custom operator without a kernel above it is done here.
   const bool counted = !facts.custom || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
-  const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  const c10::impl::ExcludeDispatchKeyGuard below(C10_UNLIKELY(facts.list_writer) ? above_list_writers()
+                                                                                 : kAboveKernels);
   Call call(facts, *stack);
   call.map_arguments();
   try {
@@ -335,6 +342,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
     if (!kind) continue;
     const auto* alias = argument.alias_info();
     arguments.push_back({static_cast<uint32_t>(i), *kind, alias != nullptr && alias->isWrite()});
+    if (return_count == 0 && *kind == Kind::kTensorList && arguments.back().written) list_writer = true;
   }
   for (const auto& value : schema.returns()) {
     int returned = -1;

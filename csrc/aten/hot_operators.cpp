@@ -198,7 +198,7 @@ struct Unboxed<Op, Result(Arguments...)> {
 
   static Result call(Arguments... arguments) {
     counter->count_fallback();
-    const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+    const c10::impl::ExcludeDispatchKeyGuard below(std::is_void_v<Result> ? above_list_writers() : kAboveKernels);
     AliasScope scope;
     try {
       std::tuple<Native<Arguments>...> natives{make_native<Arguments, Result>(arguments, scope)...};

@@ -245,3 +245,9 @@ def test_in_a_queue_of_errors_memory_returns():
     for _ in range(200):
         with pytest.raises(RuntimeError):
             q(64, 64) @ q(63, 64)
+
+
+def test_out_on_the_cpu_is_not_advised_to_be_moved():
+    q = torch.ones(3, device="quartz")
+    with pytest.raises(RuntimeError, match="argument 'out': out= must be on quartz:0"):
+        torch.add(q, q, out=torch.empty(3))
