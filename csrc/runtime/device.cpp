@@ -13,8 +13,8 @@ c10::DeviceIndex current_device() { return substrate().guard().getDevice().index
 void check_device(c10::DeviceIndex index) {
   const int count = device_count();
   // PyTorch keeps 8 bits of an index: "quartz:200" arrives here as -56.
-  TORCH_CHECK(index >= 0 && index < count, "quartz: invalid device ordinal ",
-              static_cast<int>(static_cast<uint8_t>(index)), ": there ",
+  const int asked = index < -1 ? static_cast<uint8_t>(index) : index;
+  TORCH_CHECK(index >= 0 && index < count, "quartz: invalid device ordinal ", asked, ": there ",
               count == 1
                   ? "is 1 device (quartz:0)"
                   : "are " + std::to_string(count) + " devices (quartz:0 to quartz:" + std::to_string(count - 1) + ")");

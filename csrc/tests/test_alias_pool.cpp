@@ -180,18 +180,20 @@ struct AtThreadExit {
 
 TEST(AliasPool, ThreadsHaveTheirOwnAndEndCleanly) {
   const auto shared = on_quartz({1, 2});
+  const bool at_exit = !substrate().is_cuda();  // PyTorch's CUDA streams are thread-local and may be gone by then
   std::vector<std::vector<double>> results(8);
   std::vector<std::thread> threads;
   for (std::size_t i = 0; i < results.size(); ++i) {
     threads.emplace_back([&, i] {
       EXPECT_EQ(kept_aliases(), 0);
       static thread_local AtThreadExit early, late;
-      if (i % 2 == 0) early = {shared, &results[i]};  // made before the pool is first used: destroyed after its end
+      if (at_exit && i % 2 == 0) early = {shared, &results[i]};  // made before the pool is first used: destroyed after its end
       for (int round = 0; round < 200; ++round) EXPECT_EQ(values_of(shared.add(shared)), (std::vector<double>{2, 4}));
-      if (i % 2 == 1) late = {shared, &results[i]};
+      if (at_exit && i % 2 == 1) late = {shared, &results[i]};
     });
   }
   for (auto& thread : threads) thread.join();
+  if (!at_exit) return;
   for (const auto& result : results) EXPECT_EQ(result, (std::vector<double>{2, 4}));
 }
 

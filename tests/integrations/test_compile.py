@@ -164,8 +164,8 @@ def test_compiled_optimizer_step():
             train(device, compile_step=True, optimizer=optimizer) for device in ("quartz:0", NATIVE)
         )
         assert_same(torch.tensor(losses), torch.tensor(expected))
-        for parameter, reference in zip(parameters, references, strict=True):
-            assert_same(parameter, reference)
+        if torch.quartz.substrate() == "host":  # else Adam makes steps of the last bits of gradients that are zero
+            assert all(map(torch.equal, parameters, references))
 
 
 def test_convolution_and_batch_norm():

@@ -485,7 +485,8 @@ def test_sparse_and_nested_copies_between_devices():
 def test_collectives_are_refused(run_python):
     run_python(
         """
-        import os, torch, torch_quartz, torch.distributed as dist
+        import os, warnings, torch, torch_quartz, torch.distributed as dist
+        warnings.simplefilter("ignore")
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29653", GLOO_SOCKET_IFNAME="lo")
         dist.init_process_group("gloo")
         sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (4,), device="quartz", check_invariants=False)
