@@ -32,10 +32,11 @@ demo: build
 
 test: pytest gtest
 
-# The tests that need a second device run on the host substrate, which can have any number of them.
+# The tests that need a second device run on the host substrate, which can have any number of them. There may be none in
+# TESTS: status 5 of pytest.
 pytest: build
 	$(PY) -m pytest $(TESTS)
-	TORCH_QUARTZ_SUBSTRATE=host TORCH_QUARTZ_HOST_DEVICES=2 $(PY) -m pytest -m two_devices $(TESTS)
+	TORCH_QUARTZ_SUBSTRATE=host TORCH_QUARTZ_HOST_DEVICES=2 $(PY) -m pytest -m two_devices $(TESTS) || [ $$? = 5 ]
 
 gtest: build
 	PYTHON=$(PY) scripts/gtest.sh

@@ -12,9 +12,16 @@ import shutil
 import subprocess
 import sys
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import SetupError
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # older ones cannot read pyproject.toml, and say so at length
+    sys.exit(
+        f"torch-quartz needs setuptools 77 or newer, but {sys.executable} has {setuptools.__version__}: "
+        "`pip install 'setuptools>=77'`"
+    )
 
 ROOT = pathlib.Path(__file__).resolve().parent
 

@@ -2,6 +2,9 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/core/UndefinedTensorImpl.h>
+#include <sstream>
+
+#include "aten/alias_pool.h"
 
 namespace quartz {
 namespace {
@@ -30,18 +33,22 @@ struct ImplAccess : c10::TensorImpl {
     to.*(&ImplAccess::device_opt_) = device;
   }
 
-  static void relabel(c10::TensorImpl& impl, c10::Storage storage, c10::Device device) {
-    // As the constructor of TensorImpl completes them.
-    static const c10::DispatchKeySet plain({c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutocastPrivateUse1});
-    static const auto full =
-        plain | c10::DispatchKeySet({c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::ADInplaceOrView});
-    auto& keys = impl.*(&ImplAccess::key_set_);
-    const bool inference = !keys.has(c10::DispatchKey::ADInplaceOrView);
-    const auto bits = keys & c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-    impl.set_storage_keep_dtype(std::move(storage));
-    keys = (inference ? plain : full) | bits;
+  // A fresh native tensor becomes a quartz tensor: its storage is the twin of the new one.
+  static void relabel(c10::TensorImpl& impl, c10::DispatchKeySet keys, c10::Device device) {
+    auto& storage = impl.*(&ImplAccess::storage_);
+    storage = adopt_storage(StoragePtr::reclaim(storage.unsafeReleaseStorageImpl()), device.index());
+    impl.*(&ImplAccess::key_set_) = keys;
     impl.*(&ImplAccess::device_opt_) = device;
   }
+};
+
+// The key sets of dense tensors without conj and neg bits, as the constructor of TensorImpl completes them: outside and
+// inside of inference mode.
+struct DenseKeys {
+  c10::DispatchKeySet normal, inference;
+
+  DenseKeys(c10::DispatchKey backend, c10::DispatchKey autograd, c10::DispatchKey autocast)
+      : normal({backend, autograd, autocast, c10::DispatchKey::ADInplaceOrView}), inference({backend, autocast}) {}
 };
 
 bool same_storage(const at::Tensor& tensor, const c10::StorageImpl* storage) {
@@ -52,6 +59,10 @@ bool same_storage(const at::Tensor& tensor, const c10::StorageImpl* storage) {
 
 const c10::DispatchKeySet kAboveKernels =
     c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+
+c10::DispatchKeySet above_list_writers() {
+  return substrate().is_cuda() ? kAboveKernels - c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView) : kAboveKernels;
+}
 
 bool has_special_layout(c10::DispatchKeySet keys) {
   using c10::DispatchKey;
@@ -81,40 +92,71 @@ at::Tensor native_alias(const at::Tensor& tensor, AliasKind kind) {
   return at::Tensor(std::move(impl));
 }
 
+AliasScope::~AliasScope() {
+  for (auto& pair : pairs_) {
+    if (C10_LIKELY(pair.pooled)) give_back_alias(std::move(pair.native));
+  }
+}
+
 void AliasScope::take_device(c10::Device device) {
   if (C10_LIKELY(!has_device_)) {
     has_device_ = true;
     device_ = device.has_index() ? device : c10::Device(kQuartz, current_device());
-    return;
+  } else if (C10_UNLIKELY(device.has_index() && device.index() != device_.index())) {
+    second_device_ = device;
+    misplaced_operand_ = nullptr;
+    throw_mixed_devices("", "");
   }
-  TORCH_CHECK(!device.has_index() || device.index() == device_.index(),
-              "Expected all tensors to be on the same device, but found at least two devices, ", device_, " and ",
-              device, "!", op_ == nullptr ? "" : " (operator " + *op_ + ")");
 }
 
-at::Tensor AliasScope::to_native(const at::Tensor& tensor, Operand operand) {
-  if (!tensor.defined()) return tensor;
+const at::Tensor& AliasScope::find_or_make(const at::Tensor& tensor, Operand operand) {
+  auto* impl = tensor.unsafeGetTensorImpl();
   if (C10_UNLIKELY(!is_quartz(tensor))) {
     // 0-dim CPU tensors are scalars to every kernel; anything larger must be where the other operands are.
-    if (operand != Operand::kIndex && tensor.is_cpu() && tensor.dim() > 0) cpu_operand_ = tensor.unsafeGetTensorImpl();
+    if (operand != Operand::kIndex && tensor.defined() && tensor.is_cpu() && tensor.dim() > 0) {
+      misplaced_operand_ = impl;
+    }
     return tensor;
   }
   for (const auto& pair : pairs_) {
-    if (pair.quartz == tensor.unsafeGetTensorImpl()) return pair.native;
+    if (pair.quartz == impl) return pair.native;
   }
-  take_device(tensor.device());
-  // Some kernels ask their inputs whether they require grad (_sparse_mm_reduce_impl decides by it what to compute).
-  const bool requires_grad = c10::GradMode::is_enabled() && tensor.requires_grad();
-  const bool full = requires_grad || operand == Operand::kWritten;
-  auto native = native_alias(tensor, full ? AliasKind::kFull : AliasKind::kLean);
-  if (C10_UNLIKELY(native.has_storage() && !native.storage().resizable())) share_borrowed(tensor, native);
-  // A kernel that counts versions itself (CUDA's foreach operators) counts them for the tensor it stands for.
-  if (operand == Operand::kWritten && !tensor.is_inference()) {
-    native.unsafeGetTensorImpl()->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());
+  try {
+    take_device(tensor.device());
+  } catch (const c10::Error&) {
+    misplaced_operand_ = impl;
+    throw;
   }
-  if (requires_grad && !native.requires_grad()) native.set_requires_grad(true);
-  pairs_.push_back({tensor.unsafeGetTensorImpl(), std::move(native)});
+  pairs_.push_back(make(tensor, operand));
   return pairs_.back().native;
+}
+
+AliasScope::Pair AliasScope::make(const at::Tensor& tensor, Operand operand) const {
+  auto* impl = tensor.unsafeGetTensorImpl();
+  // Some kernels ask their inputs whether they require grad (_sparse_mm_reduce_impl decides by it what to compute).
+  const bool requires_grad = tensor.requires_grad() && c10::GradMode::is_enabled();
+  const bool full = requires_grad || operand == Operand::kWritten;
+  const auto keys = impl->key_set();
+  if (C10_UNLIKELY(has_special_layout(keys) || keys.has_any(c10::python_ks) || !impl->unsafe_storage() ||
+                   (full && impl->is_inference()))) {
+    auto native = native_alias(tensor, full ? AliasKind::kFull : AliasKind::kLean);
+    if (operand == Operand::kWritten && !tensor.is_inference()) {
+      native.unsafeGetTensorImpl()->set_version_counter(impl->version_counter());
+    }
+    if (requires_grad && !native.requires_grad()) native.set_requires_grad(true);
+    if (native.has_storage() && !native.storage().resizable()) share_borrowed(tensor, native);
+    return {impl, std::move(native), false};
+  }
+  c10::Storage storage(native_storage(*tensor.storage().unsafeGetStorageImpl()));
+  const bool borrowed = !storage.resizable();
+  auto native = take_alias(std::move(storage), full ? alias_keys().full : alias_keys().lean, *impl);
+  if (C10_UNLIKELY(borrowed)) share_borrowed(tensor, native);
+  if (full) {
+    // A kernel that counts versions itself (CUDA's foreach operators) counts them for the tensor it stands for.
+    native.unsafeGetTensorImpl()->set_version_counter(impl->version_counter());
+    if (requires_grad) native.set_requires_grad(true);
+  }
+  return {impl, std::move(native), true};
 }
 
 // Memory of another origin (from_blob) has no twin. The aliases of tensors over one storage get one borrowed storage,
@@ -137,9 +179,18 @@ c10::Storage AliasScope::to_native(const c10::Storage& storage) {
 }
 
 void AliasScope::throw_mixed_devices(const std::string& op, const std::string& argument) const {
+  std::ostringstream details;
+  if (!op.empty()) details << "operator " << op;
+  if (!argument.empty()) details << ", argument '" << argument << "'";
+  if (has_two_devices()) {
+    // which of them should move is the caller's choice
+  } else if (argument == "out") {
+    details << ": out= must be on " << device_;  // a moved copy would take the result instead of the caller's tensor
+  } else {
+    details << ": move the CPU tensor with .to(\"" << device_ << "\")";
+  }
   TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_,
-              " and cpu! (operator ", op, argument.empty() ? "" : ", argument '" + argument + "'",
-              ": move the CPU tensor with .to(\"", device_, "\"))");
+              " and ", second_device_, "!", details.str().empty() ? "" : " (" + details.str() + ")");
 }
 
 bool AliasScope::is_alias_of_argument(const at::Tensor& native) const {
@@ -168,7 +219,7 @@ c10::Storage AliasScope::storage_for(const c10::Storage& native) {
       return known.quartz;
     }
   }
-  storages_.push_back({adopt_storage(StoragePtr::reclaim_copy(impl), device_.index()), impl});
+  storages_.push_back({adopt_storage(StoragePtr::reclaim_copy(impl), result_device().index()), impl});
   return storages_.back().quartz;
 }
 
@@ -187,13 +238,20 @@ at::Tensor AliasScope::to_quartz(const at::Tensor& native) {
 }
 
 at::Tensor AliasScope::relabel_or_adopt(at::Tensor native) {
-  if (!native.defined() || native.use_count() != 1 || native.device().type() != substrate().native_type() ||
-      has_special_layout(native.key_set()) || native.layout() != c10::kStrided || native.storage().use_count() != 1) {
+  using c10::DispatchKey;
+  static const DenseKeys ours(DispatchKey::PrivateUse1, DispatchKey::AutogradPrivateUse1,
+                              DispatchKey::AutocastPrivateUse1);
+  static const DenseKeys theirs =
+      substrate().is_cuda() ? DenseKeys(DispatchKey::CUDA, DispatchKey::AutogradCUDA, DispatchKey::AutocastCUDA)
+                            : DenseKeys(DispatchKey::CPU, DispatchKey::AutogradCPU, DispatchKey::AutocastCPU);
+  auto* impl = native.unsafeGetTensorImpl();
+  const auto keys = impl->key_set();
+  const bool inference = keys == theirs.inference;
+  if (C10_UNLIKELY(!(inference || keys == theirs.normal) || native.use_count() != 1 ||
+                   impl->unsafe_storage().use_count() != 1)) {
     return to_quartz(native);
   }
-  auto* impl = native.unsafeGetTensorImpl();
-  auto storage = adopt_storage(StoragePtr::reclaim_copy(native.storage().unsafeGetStorageImpl()), device_.index());
-  ImplAccess::relabel(*impl, std::move(storage), device_);
+  ImplAccess::relabel(*impl, inference ? ours.inference : ours.normal, result_device());
   return native;
 }
 
@@ -214,7 +272,10 @@ void AliasScope::write_back(const at::Tensor& tensor) {
   }
   if (found == nullptr) return;
   const Pair& pair = *found;
-  if (C10_UNLIKELY(has_special_layout(pair.quartz->key_set()))) return write_back_layout(pair);
+  if (C10_UNLIKELY(has_special_layout(pair.quartz->key_set()))) {
+    write_back_layout(pair);
+    if (!pair.quartz->key_set().has(c10::DispatchKey::Quantized)) return;  // a quantized one is strided, too
+  }
 
   auto* quartz = pair.quartz;
   auto* native = pair.native.unsafeGetTensorImpl();

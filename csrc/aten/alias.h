@@ -10,7 +10,7 @@
 namespace quartz {
 
 inline bool is_quartz(const at::Tensor& tensor) {
-  return tensor.unsafeGetTensorImpl()->device_type() == kQuartz;  // false for an undefined tensor
+  return tensor.defined() && tensor.unsafeGetTensorImpl()->device_type() == kQuartz;
 }
 
 // A lean alias has the native backend key only: no version counter, and to PyTorch's eyes an inference tensor. It is
@@ -25,10 +25,35 @@ QUARTZ_API at::Tensor native_alias(const at::Tensor& tensor, AliasKind kind = Al
 // Dispatch keys that are done with when a kernel of ours runs: autograd, ADInplaceOrView and autocast of any device.
 // Without the last one `torch.autocast("cpu")` would change quartz results.
 QUARTZ_API extern const c10::DispatchKeySet kAboveKernels;
+// For operators that write lists and return nothing (in-place foreach): on cuda some of their kernels count versions
+// themselves, the others through the ADInplaceOrView kernels of add_ and its kind, which must therefore still run. On
+// host the caller counts.
+c10::DispatchKeySet above_list_writers();
 
 // What an operator does with an operand. Kernels that write may count versions themselves (CUDA's foreach and fused
 // optimisers do), so a written operand gets a full alias; index operands may stay on the CPU for every device.
 enum class Operand { kRead, kWritten, kIndex };
+
+// A tensor that somebody else keeps alive. Counting references is two atomic operations an operand otherwise.
+class BorrowedTensor {
+ public:
+  BorrowedTensor() = default;
+  explicit BorrowedTensor(const at::Tensor& owner) : tensor_(Traits::createBorrow(owner)) {}
+  BorrowedTensor(BorrowedTensor&& other) noexcept : tensor_(std::move(other.tensor_)) {}
+  BorrowedTensor& operator=(BorrowedTensor&& other) noexcept {
+    std::swap(tensor_, other.tensor_);
+    return *this;
+  }
+  ~BorrowedTensor() { Traits::destroyBorrow(tensor_); }
+
+  const at::Tensor& operator*() const { return tensor_; }
+
+ private:
+  using Traits = c10::MaybeOwnedTraits<at::Tensor>;
+  at::Tensor tensor_;
+};
+// So that an array of them is an array of tensors.
+static_assert(sizeof(BorrowedTensor) == sizeof(at::Tensor) && alignof(BorrowedTensor) == alignof(at::Tensor));
 
 // One operator call: which aliases stand for which tensors, and which storages were adopted, so that outputs which
 // share memory with an argument (views, in-place results) share the argument's storage, and outputs which share memory
@@ -37,14 +62,21 @@ class QUARTZ_API AliasScope {
  public:
   AliasScope() = default;
   explicit AliasScope(c10::Device device) : device_(device), has_device_(true) {}
-  // `op` is named in errors; it must outlive the scope.
-  explicit AliasScope(const std::string& op) : op_(&op) {}
+  AliasScope(const AliasScope&) = delete;
+  AliasScope& operator=(const AliasScope&) = delete;
+  ~AliasScope();
 
   // The alias of an argument (other devices' tensors pass through).
-  at::Tensor to_native(const at::Tensor& tensor, Operand operand = Operand::kRead);
+  at::Tensor to_native(const at::Tensor& tensor, Operand operand = Operand::kRead) {
+    return find_or_make(tensor, operand);
+  }
   at::Tensor to_native(at::Tensor&& temporary,
                        Operand operand = Operand::kRead) = delete;  // would not outlive the scope
   c10::Storage to_native(const c10::Storage& storage);
+  // The same as a tensor that counts no reference: for as long as the scope and the argument live.
+  BorrowedTensor borrow_native(const at::Tensor& tensor, Operand operand = Operand::kRead) {
+    return BorrowedTensor(find_or_make(tensor, operand));
+  }
   // An output: the argument itself if the kernel handed its alias back, else an adopted tensor.
   at::Tensor to_quartz(const at::Tensor& native);
   // The same for the result of a C++ kernel, by value: a fresh tensor that nobody else holds is relabelled, not
@@ -60,9 +92,15 @@ class QUARTZ_API AliasScope {
   c10::Device device() const { return device_; }
   // Takes the device of an argument; RuntimeError if another argument is on another quartz device.
   void take_device(c10::Device device);
+  // The device of new results where the call names one (`to`, `new_zeros`); otherwise it is that of the arguments.
+  void set_result_device(c10::Device device) { result_device_ = device; }
+  // After that error: true, and a caller who knows the names throws it again with them.
+  bool has_two_devices() const { return second_device_.type() == kQuartz; }
   // A CPU tensor with dimensions that was given beside a quartz tensor, else null: to be refused, since on host memory
-  // the kernel would compute with it in silence.
-  const c10::TensorImpl* misplaced_operand() const { return pairs_.empty() ? nullptr : cpu_operand_; }
+  // the kernel would compute with it in silence. Or the tensor of the second quartz device.
+  const c10::TensorImpl* misplaced_operand() const {
+    return has_two_devices() || !pairs_.empty() ? misplaced_operand_ : nullptr;
+  }
   [[noreturn]] void throw_mixed_devices(const std::string& op, const std::string& argument) const;
   // The check for own kernels, which know the argument's name only by its place in the schema.
   void check_operands(const char* op) const {
@@ -75,6 +113,7 @@ class QUARTZ_API AliasScope {
   struct Pair {
     c10::TensorImpl* quartz;
     at::Tensor native;
+    bool pooled;  // made by take_alias
 
     at::Tensor tensor() const;  // a reference to `quartz`
   };
@@ -83,17 +122,22 @@ class QUARTZ_API AliasScope {
     const c10::StorageImpl* native;  // identity only
   };
 
+  // The reference is valid until the next argument is taken.
+  const at::Tensor& find_or_make(const at::Tensor& tensor, Operand operand);
+  Pair make(const at::Tensor& tensor, Operand operand) const;
   void share_borrowed(const at::Tensor& tensor, const at::Tensor& native) const;
   c10::Storage storage_for(const c10::Storage& native);
+  c10::Device result_device() const { return result_device_.value_or(device_); }
   at::Tensor adopt_layout(const at::Tensor& native);  // layouts.cpp
   void write_back_layout(const Pair& pair);           // layouts.cpp
 
-  c10::SmallVector<Pair, 4> pairs_;
+  c10::SmallVector<Pair, 8> pairs_;
   c10::SmallVector<KnownStorage, 2> storages_;  // adopted in this call, or arguments themselves
   c10::Device device_{kQuartz, 0};
-  const std::string* op_ = nullptr;
+  c10::Device second_device_{c10::DeviceType::CPU};
+  std::optional<c10::Device> result_device_;
   bool has_device_ = false;
-  const c10::TensorImpl* cpu_operand_ = nullptr;  // identity only
+  const c10::TensorImpl* misplaced_operand_ = nullptr;  // identity only
 };
 
 // True for tensors that are more than sizes and strides over a storage: sparse, compressed, nested, quantized, zero.

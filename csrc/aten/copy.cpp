@@ -12,6 +12,12 @@ namespace {
 
 at::Tensor alias_or_self(const at::Tensor& tensor) { return is_quartz(tensor) ? native_alias(tensor) : tensor; }
 
+// The native copy_ has no kernel for integers of less than a byte, which take a byte each.
+bool is_sub_byte(at::ScalarType type) {
+  return (type >= at::ScalarType::UInt1 && type <= at::ScalarType::UInt7) ||
+         (type >= at::ScalarType::Int1 && type <= at::ScalarType::Int7);
+}
+
 // Both sides become native tensors and the native copy_ does the work: host to device, peer to peer, pinned and
 // non-blocking as CUDA does them. A copy to pageable memory has finished on return, also with non_blocking.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
@@ -19,10 +25,25 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool
   auto target = alias_or_self(destination);
   if (C10_UNLIKELY(self._is_zerotensor())) {
     target.zero_();
-  } else {
-    target.copy_(alias_or_self(self), non_blocking);
+    return destination;
   }
+  auto source = alias_or_self(self);
+  if (C10_UNLIKELY(is_sub_byte(source.scalar_type()) && source.scalar_type() == target.scalar_type())) {
+    source = source.view(at::kByte);
+    target = target.view(at::kByte);
+  }
+  target.copy_(source, non_blocking);
   return destination;
+}
+
+// copy_ of layouts whose native copy_ exchanges the parts of the destination; either side may be on another device.
+at::Tensor& copy_layout(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  AliasScope scope;
+  auto target = is_quartz(self) ? scope.to_native(self, Operand::kWritten) : self;
+  target.copy_(alias_or_self(source), non_blocking);
+  if (is_quartz(self)) scope.write_back(self);
+  return self;
 }
 
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destination) {
@@ -54,6 +75,10 @@ void register_copies(torch::Library& library) {
     fall_through(key);
   }
   own_kernel<&copy_from>(permanent_library("aten", c10::DispatchKey::QuantizedPrivateUse1), "_copy_from");
+  for (auto key : {c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCsrPrivateUse1,
+                   c10::DispatchKey::NestedTensorPrivateUse1}) {
+    own_kernel<&copy_layout>(permanent_library("aten", key), "copy_");
+  }
 }
 
 }  // namespace quartz

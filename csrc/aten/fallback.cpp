@@ -9,6 +9,7 @@
 #include <unordered_set>
 
 #include "aten/alias.h"
+#include "aten/call_error.h"
 #include "runtime/generator.h"
 #include "runtime/guard.h"
 
@@ -95,23 +96,34 @@ IValue map_nested(const IValue& value, const Map& map) {
 // One call of the fallback.
 class Call {
  public:
-  Call(const OpFacts& facts, Stack& stack)
-      : facts_(facts), stack_(stack), base_(stack.size() - facts.argument_count), scope_(facts.counter.name) {}
+  Call(const OpFacts& facts, Stack& stack) : facts_(facts), stack_(stack), base_(stack.size() - facts.argument_count) {}
 
   void map_arguments() {
-    for (const auto& argument : facts_.arguments) {
-      auto& value = stack_[base_ + argument.index];
-      if (value.isNone() || argument.kind == Kind::kGenerator) continue;
-      originals_.push_back({argument.index, argument.written, value});
-      map_argument(value, argument);
+    try {
+      for (const auto& argument : facts_.arguments) {
+        auto& value = stack_[base_ + argument.index];
+        if (value.isNone() || argument.kind == Kind::kGenerator) continue;
+        originals_.push_back({argument.index, argument.written, value});
+        map_argument(value, argument);
+      }
+    } catch (const c10::Error&) {
+      if (!scope_.has_two_devices()) throw;
+      scope_.throw_mixed_devices(facts_.counter.name, facts_.argument_names[originals_.back().index]);
     }
-    if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) throw_mixed_devices();
+    if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) {
+      scope_.throw_mixed_devices(facts_.counter.name, as_given().argument_with(scope_.misplaced_operand()));
+    }
     for (const auto& argument : facts_.arguments) {  // after the device is known
       if (argument.kind == Kind::kGenerator) map_generator(stack_[base_ + argument.index]);
     }
   }
 
+  // After the kernel has failed.
   void follow_resized() { scope_.follow_resized(); }
+  void explain(c10::Error& error) const {
+    translate_out_of_memory(error, scope_.has_device() ? scope_.device().index() : current_device());
+    as_given().add_to(error);
+  }
 
   void bump_versions() {
     const auto bump = [](const at::Tensor& tensor) {
@@ -140,8 +152,6 @@ class Call {
     }
   }
 
-  c10::DeviceIndex device() const { return scope_.has_device() ? scope_.device().index() : current_device(); }
-
  private:
   struct Original {
     uint32_t index;
@@ -149,17 +159,16 @@ class Call {
     IValue value;
   };
 
-  // The aliases have replaced the quartz tensors on the stack, the misplaced CPU tensor is still there.
-  [[noreturn]] void throw_mixed_devices() {
-    std::string name;
+  // On the stack aliases have replaced the tensors.
+  FailedCall as_given() const {
+    FailedCall call{facts_.counter.name, facts_.argument_names, std::vector<IValue>(facts_.argument_count)};
     for (const auto& argument : facts_.arguments) {
-      const auto look = [&](const at::Tensor& tensor) {
-        if (tensor.unsafeGetTensorImpl() == scope_.misplaced_operand()) name = facts_.argument_names[argument.index];
-        return IValue(tensor);
-      };
-      map_nested(stack_[base_ + argument.index], look);
+      if (argument.kind > Kind::kNested) continue;  // no tensor can be in it
+      for (const auto& original : originals_) {
+        if (original.index == argument.index) call.values[argument.index] = original.value;
+      }
     }
-    scope_.throw_mixed_devices(facts_.counter.name, name);
+    return call;
   }
 
   void map_argument(IValue& value, const OpFacts::Argument& argument) {
@@ -196,6 +205,7 @@ class Call {
         if (device.type() != kQuartz) break;
         if (device.has_index()) check_device(device.index());
         if (!scope_.has_device()) scope_.take_device(device);
+        scope_.set_result_device(c10::Device(kQuartz, resolve_device(device.index())));
         value = substrate().native_device(resolve_device(device.index()));
         break;
       }
@@ -265,17 +275,23 @@ class Call {
 
 void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   facts.counter.count_fallback();
+  // Collectives write to tensors that their schemas do not mark as written: on aliases they would do nothing.
+  TORCH_CHECK_NOT_IMPLEMENTED(!C10_UNLIKELY(facts.custom && facts.counter.name.rfind("c10d::", 0) == 0),
+                              "quartz: ", facts.counter.name,
+                              " is not supported: there is no process group for quartz tensors. ",
+                              "Move them to the CPU (gloo) or to cuda (nccl) for the collective");
   // A kernel above, or the native one through the shared counter, has counted the versions of the in-place arguments of
   // PyTorch's operators; for a custom operator without a kernel above it is done here.
   const bool counted = !facts.custom || c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
-  const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  const c10::impl::ExcludeDispatchKeyGuard below(C10_UNLIKELY(facts.list_writer) ? above_list_writers()
+                                                                                 : kAboveKernels);
   Call call(facts, *stack);
   call.map_arguments();
   try {
     op.redispatchBoxed(native_dispatch_keys(keys), stack);
-  } catch (const c10::Error& error) {
+  } catch (c10::Error& error) {
     call.follow_resized();
-    translate_out_of_memory(error, call.device());
+    call.explain(error);
     throw;
   } catch (...) {
     call.follow_resized();
@@ -326,6 +342,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
     if (!kind) continue;
     const auto* alias = argument.alias_info();
     arguments.push_back({static_cast<uint32_t>(i), *kind, alias != nullptr && alias->isWrite()});
+    if (return_count == 0 && *kind == Kind::kTensorList && arguments.back().written) list_writer = true;
   }
   for (const auto& value : schema.returns()) {
     int returned = -1;

@@ -37,6 +37,7 @@ struct OpFacts {
   c10::SmallVector<int, 4> returned_argument;  // per return: the written argument it is, or -1
   bool mixed_devices = false;                  // takes CPU tensors beside quartz ones by design
   bool custom = false;                         // not one of PyTorch's own
+  bool list_writer = false;                    // writes a list and returns nothing: in-place foreach, fused optimisers
 };
 
 // Registered as the backend fallback of every PrivateUse1 key.

@@ -67,6 +67,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "aten/call_error.h"
 #include "aten/op_counts.h"
 #include "aten/registration.h"
 
@@ -84,12 +85,12 @@ struct Native {
 };
 template <>
 struct Native<const at::Tensor&> {
-  at::Tensor alias;
-  Native(const at::Tensor& argument, AliasScope& scope) : alias(scope.to_native(argument)) {}
-  const at::Tensor& get() { return alias; }
+  BorrowedTensor alias;
+  Native(const at::Tensor& argument, AliasScope& scope) : alias(scope.borrow_native(argument)) {}
+  const at::Tensor& get() { return *alias; }
 };
 template <>
-struct Native<at::Tensor&> {  // in-place or out=
+struct Native<at::Tensor&> {  // in-place or out=; a kernel could assign to the reference, so it is not a borrowed one
   at::Tensor alias;
   Native(at::Tensor& argument, AliasScope& scope) : alias(scope.to_native(argument, Operand::kWritten)) {}
   at::Tensor& get() { return alias; }
@@ -104,23 +105,19 @@ struct Native<const std::optional<at::Tensor>&> {
 };
 template <>
 struct Native<at::TensorList> {
-  c10::SmallVector<at::Tensor, 4> aliases;
-  Native(at::TensorList argument, AliasScope& scope, Operand operand) {
+  c10::SmallVector<BorrowedTensor, 4> aliases;
+  template <class List>
+  Native(const List& argument, AliasScope& scope, Operand operand = Operand::kRead) {
     aliases.reserve(argument.size());
-    for (const auto& tensor : argument) aliases.push_back(scope.to_native(tensor, operand));
+    for (const at::Tensor& tensor : argument) aliases.push_back(scope.borrow_native(tensor, operand));
   }
-  at::TensorList get() { return aliases; }
+  at::TensorList get() { return {aliases.empty() ? nullptr : &*aliases.front(), aliases.size()}; }
 };
 template <>
-struct Native<const at::ITensorListRef&> {
-  std::vector<at::Tensor> aliases;
+struct Native<const at::ITensorListRef&> : Native<at::TensorList> {
   at::ITensorListRef list;
-  Native(const at::ITensorListRef& argument, AliasScope& scope) {
-    aliases.reserve(argument.size());
-    for (const auto& tensor : argument) aliases.push_back(scope.to_native(tensor));
-    list = at::ITensorListRef(at::TensorList(aliases));
-  }
-  const at::ITensorListRef& get() { return list; }
+  Native(const at::ITensorListRef& argument, AliasScope& scope) : Native<at::TensorList>(argument, scope) {}
+  const at::ITensorListRef& get() { return list = at::ITensorListRef(Native<at::TensorList>::get()); }
 };
 template <>
 struct Native<const OptionalTensorList&> {  // indices: those may stay on the CPU
@@ -160,19 +157,19 @@ std::tuple<T...> to_quartz(std::tuple<T...> native, AliasScope& scope) {
 }
 at::Scalar to_quartz(at::Scalar native, AliasScope&) { return native; }
 
-// Whether an argument is, or contains, the tensor: for naming it in an error.
+// A tensor argument, or one that contains tensors, as the schema sees it: for errors.
 template <class T>
-bool holds(const T& argument, const c10::TensorImpl* tensor) {
-  if constexpr (std::is_same_v<T, at::Tensor>) {
-    return argument.unsafeGetTensorImpl() == tensor;
-  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
-    return argument && argument->unsafeGetTensorImpl() == tensor;
+c10::IValue boxed(const T& argument) {
+  if constexpr (std::is_same_v<T, at::Tensor> || std::is_same_v<T, std::optional<at::Tensor>> ||
+                std::is_same_v<T, OptionalTensorList>) {
+    return argument;
   } else if constexpr (std::is_same_v<T, at::TensorList> || std::is_same_v<T, at::ITensorListRef>) {
-    for (const auto& element : argument) {
-      if (element.unsafeGetTensorImpl() == tensor) return true;
-    }
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& element : argument) list.push_back(element);
+    return list;
+  } else {
+    return {};
   }
-  return false;
 }
 
 // The one argument of type Tensor& (in-place and out= operators with a single result).
@@ -180,6 +177,16 @@ inline at::Tensor* written(at::Tensor& tensor) { return &tensor; }
 template <class T>
 at::Tensor* written(const T&) {
   return nullptr;
+}
+
+void explain_failure(c10::Error& error, AliasScope& scope, const c10::FunctionSchema& schema, FailedCall call) {
+  for (const auto& argument : schema.arguments()) call.names.push_back(argument.name());
+  if (const auto* misplaced = scope.misplaced_operand()) {
+    scope.throw_mixed_devices(call.op, call.argument_with(misplaced));
+  }
+  scope.follow_resized();
+  translate_out_of_memory(error, scope.has_device() ? scope.device().index() : current_device());
+  call.add_to(error);
 }
 
 template <class Op, class Signature = typename Op::schema>
@@ -191,11 +198,11 @@ struct Unboxed<Op, Result(Arguments...)> {
 
   static Result call(Arguments... arguments) {
     counter->count_fallback();
-    const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
-    AliasScope scope(counter->name);
-    std::tuple<Native<Arguments>...> natives{make_native<Arguments, Result>(arguments, scope)...};
-    if (C10_UNLIKELY(scope.misplaced_operand() != nullptr)) throw_mixed_devices(scope, arguments...);
+    const c10::impl::ExcludeDispatchKeyGuard below(std::is_void_v<Result> ? above_list_writers() : kAboveKernels);
+    AliasScope scope;
     try {
+      std::tuple<Native<Arguments>...> natives{make_native<Arguments, Result>(arguments, scope)...};
+      if (C10_UNLIKELY(scope.misplaced_operand() != nullptr)) scope.throw_mixed_devices(counter->name, "");
       if constexpr (std::is_void_v<Result>) {
         std::apply([](auto&... native) { Op::redispatch(keys(), native.get()...); }, natives);
         if (!substrate().is_cuda()) bump_versions(arguments...);
@@ -206,9 +213,11 @@ struct Unboxed<Op, Result(Arguments...)> {
         return to_quartz(std::apply([](auto&... native) { return Op::redispatch(keys(), native.get()...); }, natives),
                          scope);
       }
-    } catch (const c10::Error& error) {
+    } catch (c10::Error& error) {
+      explain(error, scope, {boxed(arguments)...});
+      throw;
+    } catch (...) {
       scope.follow_resized();
-      translate_out_of_memory(error, scope.has_device() ? scope.device().index() : current_device());
       throw;
     }
   }
@@ -222,12 +231,9 @@ struct Unboxed<Op, Result(Arguments...)> {
     return result;
   }
 
-  template <class... Given>
-  [[noreturn]] static void throw_mixed_devices(const AliasScope& scope, const Given&... arguments) {
+  static void explain(c10::Error& error, AliasScope& scope, std::vector<c10::IValue> arguments) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
-    std::size_t place = 0, found = 0;
-    ((found = holds(arguments, scope.misplaced_operand()) ? place : found, ++place), ...);
-    scope.throw_mixed_devices(counter->name, op.schema().arguments()[found].name());
+    explain_failure(error, scope, op.schema(), {counter->name, {}, std::move(arguments)});
   }
 
   // An in-place foreach operator of the CPU writes through add_ and its kind, above which we excluded the key that

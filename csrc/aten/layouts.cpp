@@ -8,6 +8,7 @@
 #include <ATen/ops/_efficientzerotensor.h>
 #include <ATen/quantized/QTensorImpl.h>
 #include <ATen/quantized/Quantizer.h>
+#include <c10/core/DeviceGuard.h>
 
 #include "aten/alias.h"
 
@@ -34,6 +35,8 @@ void fill_sparse(const Tensor& destination, const Tensor& source, const Tensor& 
 }
 
 Tensor make_sparse(DispatchKey key, const Tensor& source, const Tensor& indices, const Tensor& values) {
+  // The constructor makes empty parts on the current device, which the parts given must be on.
+  const c10::OptionalDeviceGuard guard(indices.device().has_index() ? std::optional(indices.device()) : std::nullopt);
   auto result = at::detail::make_tensor<at::SparseTensorImpl>(DispatchKeySet(key), source.dtype());
   fill_sparse(result, source, indices, values);
   return result;
@@ -95,7 +98,7 @@ Tensor native_alias_of_layout(const Tensor& tensor) {
 
 Tensor AliasScope::adopt_layout(const Tensor& native) {
   if (native._is_zerotensor()) {
-    at::native::ZeroTensorAllocator no_memory(device_);
+    at::native::ZeroTensorAllocator no_memory(result_device());
     return at::detail::empty_generic(native.sizes(), &no_memory,
                                      DispatchKeySet({DispatchKey::PrivateUse1, DispatchKey::ZeroTensor}),
                                      native.scalar_type(), std::nullopt);
@@ -106,8 +109,9 @@ Tensor AliasScope::adopt_layout(const Tensor& native) {
   }
   if (at::sparse_csr::is_sparse_compressed(native)) {
     auto* impl = compressed(native);
-    return make_compressed(DispatchKey::SparseCsrPrivateUse1, device_, native, to_quartz(impl->compressed_indices()),
-                           to_quartz(impl->plain_indices()), to_quartz(impl->values()));
+    return make_compressed(DispatchKey::SparseCsrPrivateUse1, result_device(), native,
+                           to_quartz(impl->compressed_indices()), to_quartz(impl->plain_indices()),
+                           to_quartz(impl->values()));
   }
   if (native.is_nested() && native.layout() == c10::kStrided) {
     return make_nested(DispatchKey::NestedTensorPrivateUse1, storage_for(native.storage()), native);

@@ -64,10 +64,12 @@ bool compatible(const at::Tensor& self, const at::Tensor& from) {
 }  // namespace
 
 void register_set(torch::Library& library) {
-  own_kernel<&set_whole_storage>(library, "set_.source_Storage");
-  own_kernel<&set_storage>(library, "set_.source_Storage_storage_offset");
-  own_kernel<&set_tensor>(library, "set_.source_Tensor");
-  own_kernel<&set_nothing>(library, "set_");
+  for (auto* each : {&library, &permanent_library("aten", c10::DispatchKey::QuantizedPrivateUse1)}) {
+    own_kernel<&set_whole_storage>(*each, "set_.source_Storage");
+    own_kernel<&set_storage>(*each, "set_.source_Storage_storage_offset");
+    own_kernel<&set_tensor>(*each, "set_.source_Tensor");
+    own_kernel<&set_nothing>(*each, "set_");
+  }
   own_kernel<&compatible>(library, "_has_compatible_shallow_copy_type");
 }
 

@@ -16,36 +16,41 @@ using c10::CachingAllocator::Stat;
 using c10::CachingAllocator::StatArray;
 constexpr auto kAggregate = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
 
-// One counted quantity of one host device.
+// One counted quantity of one host device. One atomic addition for each change: what is there is what came less what
+// went.
 class Counter {
  public:
   void add(int64_t amount) {
-    const auto now = current_.fetch_add(amount, std::memory_order_relaxed) + amount;
-    if (amount < 0) {
-      freed_.fetch_sub(amount, std::memory_order_relaxed);
-      return;
-    }
+    // Read first: what other threads free at the same moment may still count towards the peak, and nothing is missed.
+    const auto gone = freed_.load(std::memory_order_relaxed);
+    const auto now = allocated_.fetch_add(amount, std::memory_order_relaxed) + amount - gone;
     for (auto peak = peak_.load(std::memory_order_relaxed);
          now > peak && !peak_.compare_exchange_weak(peak, now, std::memory_order_relaxed);) {
     }
   }
-  void reset_peak() { peak_.store(current_.load()); }
+  void subtract(int64_t amount) { freed_.fetch_add(amount, std::memory_order_relaxed); }
+  void reset_peak() { peak_.store(current()); }
   void reset_accumulated() {
-    base_.store(current_.load());
-    freed_.store(0);
+    const auto freed = freed_.load();
+    freed_at_reset_.store(freed);
+    allocated_at_reset_.store(allocated_.load());
   }
   void fill(StatArray& array) const {
     auto& stat = array[kAggregate];
-    stat.current = current_.load();
+    stat.current = current();
     stat.peak = peak_.load();
-    stat.freed = freed_.load();
-    stat.allocated =
-        stat.current - base_.load() + stat.freed;  // since the reset; not counted on its own: one atomic less
+    stat.freed = freed_.load() - freed_at_reset_.load();
+    stat.allocated = allocated_.load() - allocated_at_reset_.load();
   }
 
  private:
-  std::atomic<int64_t> current_{0}, peak_{0}, freed_{0};
-  std::atomic<int64_t> base_{0};  // current_ at the last reset of the accumulated values
+  int64_t current() const {
+    const auto freed = freed_.load();  // first: nothing is freed before it was allocated
+    return allocated_.load() - freed;
+  }
+
+  std::atomic<int64_t> allocated_{0}, freed_{0}, peak_{0};
+  std::atomic<int64_t> allocated_at_reset_{0}, freed_at_reset_{0};
 };
 
 struct DeviceCounters {
@@ -74,8 +79,8 @@ template <int Device>
 void delete_twin(void* context) {
   auto twin = StoragePtr::reclaim(static_cast<c10::StorageImpl*>(context));
   if (counting()) {
-    counters()[Device].bytes.add(-static_cast<int64_t>(twin->nbytes()));
-    counters()[Device].blocks.add(-1);
+    counters()[Device].bytes.subtract(static_cast<int64_t>(twin->nbytes()));
+    counters()[Device].blocks.subtract(1);
   }
 }
 
@@ -187,7 +192,12 @@ void follow_twin(c10::StorageImpl& storage, StoragePtr twin) {
   const auto device = storage.device().index();
   // The old DataPtr was counted with the old size and will be discounted with the new one: settle the difference.
   if (counting() && twin_of(storage) == twin.get()) {
-    counters()[device].bytes.add(static_cast<int64_t>(twin->nbytes()) - static_cast<int64_t>(storage.nbytes()));
+    auto& bytes = counters()[device].bytes;
+    if (twin->nbytes() >= storage.nbytes()) {
+      bytes.add(static_cast<int64_t>(twin->nbytes() - storage.nbytes()));
+    } else {
+      bytes.subtract(static_cast<int64_t>(storage.nbytes() - twin->nbytes()));
+    }
   }
   const auto nbytes = twin->nbytes();
   storage.set_data_ptr_noswap(wrap_twin(std::move(twin), device));

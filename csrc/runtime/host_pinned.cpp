@@ -1,11 +1,14 @@
 #include "runtime/host_pinned.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <new>
 #include <shared_mutex>
 
 namespace quartz {
@@ -52,6 +55,12 @@ class PinnedAllocator final : public at::HostAllocator {
   }
 
  private:
+  // Another thread may hold the lock at a fork, and would never release it in the child.
+  PinnedAllocator() {
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] { new (&instance().mutex_) std::shared_mutex; });
+  }
+
   static void release(void* block) {
     {
       std::unique_lock lock(instance().mutex_);

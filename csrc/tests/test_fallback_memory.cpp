@@ -160,7 +160,7 @@ TEST_F(FallbackMemory, AFailureAfterAResizeLeavesAUsableTensor) {
   const auto before = live_bytes();
   QUARTZ_EXPECT_ERROR(c10::IndexError, "failed after the resize", call("resize_and_fail_", x, 100000));
   expect_in_step(x);
-  EXPECT_EQ(x.sizes(), (at::IntArrayRef{3}));  // only the room behind it has grown
+  EXPECT_EQ(x.sizes(), (at::IntArrayRef{3}));            // only the room behind it has grown
   const int64_t unit = substrate().is_cuda() ? 512 : 1;  // CUDA's allocator counts blocks of 512 bytes
   const auto counted = [unit](std::size_t bytes) { return (static_cast<int64_t>(bytes) + unit - 1) / unit * unit; };
   EXPECT_EQ(live_bytes() - before, counted(x.storage().nbytes()) - counted(12));

@@ -22,8 +22,11 @@ namespace {
 using Numbers = std::vector<double>;
 
 const c10::Device kFirst(kQuartz, 0), kSecond(kQuartz, 1);
-const std::string kMixed =
-    "Expected all tensors to be on the same device, but found at least two devices, quartz:0 and quartz:1!";
+std::string mixed(const std::string& op, const std::string& argument) {
+  return "Expected all tensors to be on the same device, but found at least two devices, quartz:0 and quartz:1! "
+         "(operator " +
+         op + ", argument '" + argument + "')";
+}
 
 int64_t live_bytes(c10::DeviceIndex device) { return allocator().getDeviceStats(device).allocated_bytes[0].current; }
 
@@ -91,15 +94,18 @@ TEST(TwoDevices, CopiesBetweenThemAreCopies) {
 
 TEST(TwoDevices, MixedOperandsAreRefused) {
   const auto x = on_quartz({1, 2, 3}, 0), y = on_quartz({1, 2, 3}, 1);
-  QUARTZ_EXPECT_ERROR(c10::Error, kMixed, x.add(y));
-  QUARTZ_EXPECT_ERROR(c10::Error, kMixed, x.add_(y));
-  QUARTZ_EXPECT_ERROR(c10::Error, kMixed, at::cat({x, y}));
-  QUARTZ_EXPECT_ERROR(c10::Error, kMixed, x.atan2(y));
-  QUARTZ_EXPECT_ERROR(c10::Error, kMixed, call("plus_optional", x, y));
-  QUARTZ_EXPECT_ERROR(c10::Error, kMixed, call("sum_list", c10::List<at::Tensor>({x, y})));
-  QUARTZ_EXPECT_ERROR(c10::Error, kMixed, call("of_storage", x, y.storage()));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("aten::add.Tensor", "other"), x.add(y));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("aten::add_.Tensor", "other"), x.add_(y));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("aten::cat", "tensors"), at::cat({x, y}));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("aten::atan2", "other"), x.atan2(y));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("quartz_test::plus_optional", "y"), call("plus_optional", x, y));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("quartz_test::sum_list", "xs"),
+                      call("sum_list", c10::List<at::Tensor>({x, y})));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("quartz_test::of_storage", "storage"), call("of_storage", x, y.storage()));
   auto out = at::empty({3}, quartz_options(1));
-  EXPECT_THROW(at::add_out(out, x, x), c10::Error);
+  const c10::List<std::optional<at::Tensor>> indices({std::optional<at::Tensor>(y.to(at::kLong))});
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("aten::add.out", "out"), at::add_out(out, x, x));
+  QUARTZ_EXPECT_ERROR(c10::Error, mixed("aten::index.Tensor", "indices"), x.index(indices));
   EXPECT_EQ(values_of(x), (Numbers{1, 2, 3}));
   EXPECT_TRUE(still_works(0));
   EXPECT_TRUE(still_works(1));

@@ -1,13 +1,16 @@
 // The device from C++, without Python: a small network learns two intertwined spirals on torch::Device("quartz").
 //
-//   spirals [steps]     exit status 0 when it has learned them
+//   spirals [steps]     exit status 0 when it has learned them, 1 when it has not, 2 for a wrong argument
 #include <quartz/aten/registration.h>
 #include <quartz/runtime/substrate.h>
 
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <charconv>
 #include <cstdlib>
 #include <iostream>
+#include <string_view>
 
 namespace {
 
@@ -38,7 +41,15 @@ std::pair<torch::Tensor, torch::Tensor> spirals(int64_t count, torch::Device dev
 }  // namespace
 
 int main(int argc, char** argv) {
-  const int steps = argc > 1 ? std::atoi(argv[1]) : 400;
+  int steps = 400;
+  if (argc > 1) {
+    const std::string_view text = argv[1];
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), steps);
+    if (argc > 2 || error != std::errc() || end != text.data() + text.size() || steps < 1) {
+      std::cerr << "usage: spirals [steps], where steps is an integer of at least 1\n";
+      return 2;
+    }
+  }
   quartz::initialize();  // loading libquartz.so has registered the device already; this names it to the linker
   const torch::Device device("quartz");
   std::cout << "quartz on " << quartz::substrate().name() << " memory: " << quartz::substrate_reason() << "\n";
@@ -53,7 +64,7 @@ int main(int argc, char** argv) {
     const auto loss = torch::nn::functional::cross_entropy(net.forward(points), arms);
     loss.backward();
     optimizer.step();
-    if (step % (steps / 4) == 0) std::cout << "step " << step << "  loss " << loss.item<float>() << "\n";
+    if (step % std::max(1, steps / 4) == 0) std::cout << "step " << step << "  loss " << loss.item<float>() << "\n";
   }
 
   torch::NoGradGuard no_grad;

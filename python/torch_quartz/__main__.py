@@ -65,8 +65,7 @@ def _running() -> list[tuple[str, object]]:
         memory = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"
         capability = "{}.{}".format(*torch.quartz.get_device_capability(index))
         rows.append((f"quartz:{index}", f"{torch.quartz.get_device_name(index)}, {memory}, capability {capability}"))
-    rows.append(("patches", ", ".join(patches.installed()) or "none"))
-    return rows
+    return rows + [(f"patch {name}", state) for name, state in patches.status().items()]
 
 
 def _driver() -> str:
@@ -80,10 +79,9 @@ def _driver() -> str:
 
 
 def _settings() -> list[tuple[str, object]]:
-    settings = environment.current()
-    if not settings:
-        return [("variables", "no TORCH_QUARTZ_* variable is set")]
-    return list(settings.items())
+    rows: list[tuple[str, object]] = list(environment.current().items())
+    rows += [(name, f"{value} (unknown variable, no effect)") for name, value in environment.unknown().items()]
+    return rows or [("variables", "no TORCH_QUARTZ_* variable is set")]
 
 
 if __name__ == "__main__":

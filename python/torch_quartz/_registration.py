@@ -4,7 +4,7 @@ import atexit
 import importlib
 import sys
 
-from torch_quartz import _load
+from torch_quartz import _load, environment
 
 _registered = False
 
@@ -30,6 +30,7 @@ def register() -> None:
     importlib.import_module("torch_quartz.ops")  # the fake kernels and the gradients of our operators
     atexit.register(_drain_autograd, _C.drain_autograd, device.is_initialized)
     _registered = True
+    environment.warn_of_unknown()
 
 
 def _drain_autograd(drain, is_initialized) -> None:

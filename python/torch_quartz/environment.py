@@ -84,3 +84,24 @@ def autoload() -> bool | None:
 def current() -> dict[str, str]:
     """Return the variables of the table that are set, with their values."""
     return {variable.name: os.environ[variable.name] for variable in VARIABLES if variable.name in os.environ}
+
+
+def unknown() -> dict[str, str]:
+    """Return the variables that are set and named like ours but in no table: a misspelt one would do nothing."""
+    names = {variable.name for variable in VARIABLES}
+    return {
+        name: os.environ[name] for name in sorted(os.environ) if name.startswith("TORCH_QUARTZ_") and name not in names
+    }
+
+
+def warn_of_unknown() -> None:
+    """Warn once, in one sentence, of the variables that `unknown` returns."""
+    if names := list(unknown()):
+        import warnings
+
+        known = ", ".join(variable.name for variable in VARIABLES)
+        warnings.warn(
+            f"torch_quartz knows no environment variable {', '.join(names)}, which has no effect; it knows {known}",
+            RuntimeWarning,
+            stacklevel=2,
+        )

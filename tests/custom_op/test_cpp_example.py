@@ -50,6 +50,12 @@ def test_a_program_without_python(build):
     libraries = run("ldd", program)
     assert "libquartz.so" in libraries and "libpython" not in libraries and "not found" not in libraries
 
+    for steps, status in ("2", (0, 1)), ("0", (2,)), ("-3", (2,)), ("abc", (2,)), ("5x", (2,)), ("", (2,)):
+        done = subprocess.run([program, steps], capture_output=True, text=True, timeout=100)
+        assert done.returncode in status, (steps, done)
+        assert ("step 2  loss" in done.stdout) == (steps == "2")
+        assert ("usage: spirals [steps]" in done.stderr) == (steps != "2")
+
 
 def test_an_operator_built_with_cmake(build, run_python):
     library = build("02_custom_op") / "librms_scale.so"

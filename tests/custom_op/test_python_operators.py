@@ -116,8 +116,12 @@ def test_compiled_graphs_call_them_where_eager_does():
     assert torch.equal(compiled_buffer.cpu(), eager_buffer.cpu())
 
 
+_KEPT = []  # torch.export looks at every operator that torch.ops has handed out, also at one whose library is gone
+
+
 def test_library_impl_with_the_device_name():
     library = torch.library.Library("quartz_test_library", "DEF")
+    _KEPT.append(library)
     library.define("twice(Tensor x, Tensor[] more) -> Tensor[]")
     torch.library.impl("quartz_test_library::twice", "cpu", lib=library)(lambda x, more: [t * 2 for t in (x, *more)])
     torch.library.impl("quartz_test_library::twice", "cuda", lib=library)(lambda x, more: [t * 2 for t in (x, *more)])

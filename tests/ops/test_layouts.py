@@ -419,3 +419,83 @@ def test_mixed_devices_are_refused(layout):
         sparse(LAYOUTS[layout], "quartz") @ matrix("cpu").t()
     with pytest.raises(RuntimeError):
         matrix("quartz") @ sparse(LAYOUTS[layout], "cpu").t()
+
+
+# ------------------------------------------------------------------ found by trying to break it
+
+
+def quantized(device="quartz", dtype=torch.qint8):
+    return torch.quantize_per_tensor(torch.arange(4.0), 0.1, 3, dtype).to(device)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32])
+def test_quantised_tensors_are_saved_and_copied(dtype, tmp_path):
+    q = quantized(dtype=dtype)
+    torch.save({"q": q, "view": q[1:]}, tmp_path / "q.pt")
+    loaded = torch.load(tmp_path / "q.pt", weights_only=False)
+    for got in (loaded["q"], copy.deepcopy(q), pickle.loads(pickle.dumps(q))):
+        assert got.device.type == "quartz" and got.int_repr().cpu().equal(q.int_repr().cpu())
+    assert loaded["view"].int_repr().tolist() == q.int_repr().tolist()[1:]
+
+
+@pytest.mark.host
+def test_quantised_resize_and_set():
+    before = torch.quartz.memory_allocated()
+    q = quantized()
+    assert q.resize_(2).shape == (2,) and q.int_repr().tolist() == [3, 13]
+    q.resize_(10**5)
+    assert q.shape == (10**5,) and q.untyped_storage().nbytes() == 10**5
+    assert q.int_repr()[:2].tolist() == [3, 13]
+    empty = torch._empty_affine_quantized((0,), scale=0.1, zero_point=3, dtype=torch.qint8, device="quartz")
+    assert empty.set_(q.untyped_storage(), 0, (2,), (1,)).int_repr().tolist() == [3, 13]
+    del q, empty
+    assert torch.quartz.memory_allocated() == before
+
+
+@pytest.mark.two_devices
+def test_layouts_move_between_devices():
+    with torch.quartz.device(0):
+        assert quantized("quartz:1").to("quartz:0").device == torch.device("quartz:0")
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device="quartz:1")
+        for moved in (nested.to("quartz:0"), nested.to("quartz:0", torch.double)):
+            assert moved.device == torch.device("quartz:0")
+            assert [part.tolist() for part in moved.unbind()] == [[1, 1], [1, 1, 1]]
+        s = torch.eye(2).to_sparse().to("quartz:1")
+        for got in (s, s * 2, s + s, s.clone(), s.sin(), s.unsqueeze(0), torch.ones(2, device="quartz:1").to_sparse()):
+            assert got.device == torch.device("quartz:1")
+        assert (s + s).to_dense().cpu().equal(torch.eye(2) * 2)
+
+
+def test_sparse_and_nested_copies_between_devices():
+    source = torch.eye(3).to_sparse() * 2
+    for convert in (lambda t: t, lambda t: t.to_dense().to_sparse_csr()):
+        cpu = convert(source)
+        there = convert(torch.eye(3, device="quartz").to_sparse())
+        there.copy_(cpu)
+        assert there.device.type == "quartz" and there.to_dense().cpu().equal(cpu.to_dense())
+        back = convert(torch.eye(3).to_sparse())
+        assert back.copy_(there).to_dense().equal(cpu.to_dense()) and back.device.type == "cpu"
+    module = torch.nn.Module()
+    module.register_buffer("a", torch.eye(3, device="quartz").to_sparse())
+    module.load_state_dict({"a": source})
+    assert module.a.to_dense().cpu().equal(source.to_dense())
+
+
+def test_collectives_are_refused(run_python):
+    run_python(
+        """
+        import os, warnings, torch, torch_quartz, torch.distributed as dist
+        warnings.simplefilter("ignore")
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29653", GLOO_SOCKET_IFNAME="lo")
+        dist.init_process_group("gloo")
+        sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (4,), device="quartz", check_invariants=False)
+        try:
+            dist.all_reduce(sparse)
+        except NotImplementedError as error:
+            assert "no process group for quartz" in str(error), error
+        else:
+            raise SystemExit("nothing was refused")
+        dist.destroy_process_group()
+        """
+    )

@@ -193,3 +193,34 @@ def test_two_host_devices(run_python):
     """
     output = run_python(code, environment={"TORCH_QUARTZ_HOST_DEVICES": "2"})
     assert re.search(r"\d+ passed", output) and "failed" not in output, output
+
+
+@pytest.mark.parametrize("index", [100, 128, 200, 254])
+def test_an_index_of_more_than_seven_bits_is_not_another_device(index):
+    # PyTorch keeps eight bits of an index, so that 200 arrives as -56 (and 255 as -1, which is no index at all)
+    for call in (
+        lambda device: torch.empty(1, device=device),
+        lambda device: torch.ones(1).to(device),
+        lambda device: torch.quartz.memory_allocated(device),
+        lambda device: torch.Generator(device),
+    ):
+        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+            call(f"quartz:{index}")
+    assert torch.ones(1, device="quartz").item() == 1
+
+
+@pytest.mark.parametrize("name", ["hann", "hamming", "blackman", "bartlett", "kaiser"])
+def test_windows_are_made_on_the_device(name):
+    window = getattr(torch, f"{name}_window")
+    got = window(5, device="quartz")
+    assert got.device.type == "quartz"
+    torch.testing.assert_close(got.cpu(), window(5))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint1, torch.uint4, torch.int4, torch.int7])
+def test_integers_of_less_than_a_byte_are_copied(dtype):
+    values = torch.tensor([0, 1, 1, 0], dtype=torch.uint8).view(dtype)
+    moved = values.to("quartz")
+    assert moved.dtype == dtype and moved.device.type == "quartz"
+    assert torch.equal(moved.cpu().view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(moved.clone().cpu().view(torch.uint8), values.view(torch.uint8))

@@ -2,6 +2,8 @@
 
 import doctest
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ PUBLIC = {
     f"{prefix}.{name}": getattr(module, name)
     for prefix, module in MODULES.items()
     for name in module.__all__
-    if callable(getattr(module, name))
+    if callable(getattr(module, name)) and getattr(module, name) is not torch.OutOfMemoryError
 }
 
 
@@ -135,6 +137,18 @@ def test_names_users_of_cuda_reach_for():
         getattr(torch.quartz, "nothing")  # noqa: B009
 
 
+def test_what_is_absent_is_listed():
+    page = Path(torch_quartz.__file__).resolve().parents[2] / "docs" / "README.md"
+    rows = page.read_text().split("has not\n")[1].splitlines()
+    listed = {name for row in rows if row.startswith("|") for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    absent = {name for name in torch.cuda.__all__ if not hasattr(torch.quartz, name)}
+    typed = {name for name in absent if re.fullmatch(r"[A-Z]\w+(Tensor|Storage)", name)}
+    assert absent - typed <= listed
+    assert "FloatTensor" in listed and hasattr(torch.quartz, "Graph")
+    with pytest.raises(AttributeError, match=r"no attribute 'CUDAGraph': use torch\.quartz\.Graph"):
+        _ = torch.quartz.CUDAGraph
+
+
 def test_submodules_are_importable_under_both_names():
     import torch.quartz
     import torch.quartz.memory
@@ -147,7 +161,6 @@ def test_submodules_are_importable_under_both_names():
 
 def test_type_stubs_name_what_the_compiled_half_has():
     import ast
-    from pathlib import Path
 
     from torch_quartz import _C
 

@@ -61,6 +61,30 @@ def test_mixed_devices_names_operator_and_argument():
         q(3) + torch.ones(3)
 
 
+@pytest.mark.two_devices
+@pytest.mark.parametrize(
+    ("operator", "argument", "call"),
+    [
+        ("aten::add.Tensor", "other", lambda a, b: a + b),  # with the unboxed fallback
+        ("aten::add.out", "out", lambda a, b: torch.add(a, a, out=b)),
+        ("aten::cat", "tensors", lambda a, b: torch.cat([a, b])),
+        ("aten::where.self", "other", lambda a, b: torch.where(a > 0, a, b)),
+        ("aten::index.Tensor", "indices", lambda a, b: a[b.long()]),
+        ("aten::_foreach_mul_.List", "other", lambda a, b: torch._foreach_mul_([a], [b])),
+        ("aten::lerp.Tensor", "weight", lambda a, b: a.lerp(a, b)),  # with the boxed one
+        ("aten::_linalg_solve_ex", "B", lambda a, b: torch.linalg.solve(a.view(1, 1), b.view(1, 1))),
+        ("aten::convolution", "weight", lambda a, b: torch.nn.functional.conv1d(a.view(1, 1, 1), b.view(1, 1, 1))),
+    ],
+)
+def test_two_quartz_devices_name_operator_and_argument(operator, argument, call):
+    with pytest.raises(RuntimeError) as caught:
+        call(torch.ones(1, device="quartz:0"), torch.ones(1, device="quartz:1"))
+    assert str(caught.value) == (
+        "Expected all tensors to be on the same device, but found at least two devices, quartz:0 and quartz:1! "
+        f"(operator {operator}, argument '{argument}')"
+    )
+
+
 def test_cpu_indices_are_allowed_as_on_cuda():
     assert q(3)[torch.tensor([0, 2])].shape == (2,)
     x = q(3)
@@ -95,6 +119,55 @@ def test_wrong_dtype_raises_what_the_native_device_raises(name):
     with pytest.raises(type(expected.value)) as caught:
         call("quartz")
     assert str(caught.value).splitlines()[0] == str(expected.value).splitlines()[0]
+
+
+# operator call: what the error says below the native kernel's own text
+NAMED = {
+    "aten::mm(self: quartz:0 float32[2, 3], mat2: quartz:0 float64[3, 4])": lambda: (
+        q(2, 3) @ q(3, 4, dtype=torch.float64)
+    ),
+    "aten::add.Tensor(self: quartz:0 float32[2], other: quartz:0 float32[3])": lambda: q(2) + q(3),
+    "aten::add_.Tensor(self: quartz:0 int32[2], other: number (float64))": lambda: q(2, dtype=torch.int32).add_(0.5),
+    "aten::cat(tensors: [quartz:0 float32[2, 2], quartz:0 bool[3, 3]])": lambda: torch.cat(
+        [q(2, 2), q(3, 3, dtype=torch.bool)]
+    ),
+    "aten::linalg_cholesky_ex(self: quartz:0 int32[2, 2])": lambda: torch.linalg.cholesky(q(2, 2, dtype=torch.int32)),
+    "aten::index.Tensor(self: quartz:0 float32[3], indices: [quartz:0 float32[1]])": lambda: torch.ops.aten.index(
+        q(3), [q(1)]
+    ),
+    "aten::convolution(input: quartz:0 float32[1, 1, 4], weight: quartz:0 float32[1, 2, 2], bias: None)": lambda: (
+        torch.nn.functional.conv1d(q(1, 1, 4), q(1, 2, 2))
+    ),
+    "aten::addmm(self: quartz:0 float32[2, 3], mat1: quartz:0 float32[2, 2] Sparse, mat2: quartz:0 float32[3, 3])": (
+        lambda: torch.sparse.mm(q(2, 2).to_sparse(), q(3, 3))
+    ),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("line", NAMED)
+def test_native_errors_name_operator_arguments_and_values(line):
+    with pytest.raises((RuntimeError, IndexError)) as caught:
+        NAMED[line]()
+    lines = str(caught.value).splitlines()
+    assert lines[-2:] == ["  raised by the cpu kernel of", f"  quartz: {line}"]
+    assert "quartz" not in "".join(lines[:-2])
+
+
+def test_a_long_list_in_an_error_is_cut():
+    with pytest.raises(RuntimeError, match=r"other: \[(quartz:0 float32\[3\], ){8}\.\.\. 500 in all\]\)$"):
+        torch._foreach_add([q(2)] * 500, [q(3)] * 500)
+
+
+def test_an_operator_within_an_operator_is_named_once():
+    with torch.library._scoped_library("quartz_test_errors", "DEF") as library:
+        library.define("outer(Tensor x, Tensor y) -> Tensor")
+        native = "CPU" if torch.quartz.substrate() == "host" else "CUDA"
+        library.impl("outer", lambda x, y: torch.quartz.adopt(x).mm(torch.quartz.adopt(y)), native)
+        with pytest.raises(RuntimeError) as caught:
+            torch.ops.quartz_test_errors.outer(q(2, 3), q(2, 3))
+    assert str(caught.value).count("quartz: ") == 1
+    assert "quartz: aten::mm(self: quartz:0 float32[2, 3], mat2: quartz:0 float32[2, 3])" in str(caught.value)
 
 
 WRONG_SHAPE = {
@@ -172,3 +245,9 @@ def test_in_a_queue_of_errors_memory_returns():
     for _ in range(200):
         with pytest.raises(RuntimeError):
             q(64, 64) @ q(63, 64)
+
+
+def test_out_on_the_cpu_is_not_advised_to_be_moved():
+    q = torch.ones(3, device="quartz")
+    with pytest.raises(RuntimeError, match="argument 'out': out= must be on quartz:0"):
+        torch.add(q, q, out=torch.empty(3))

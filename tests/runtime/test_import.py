@@ -166,6 +166,14 @@ def test_wrong_variables(run_python, variable, value, sentence):
     run_python("import torch_quartz", status=1, stderr=sentence, environment={variable: value})
 
 
+def test_unknown_variables_are_a_warning(run_python):
+    code = "import torch, torch_quartz, torch_quartz; print(torch.ones(1, device='quartz').device)"
+    sentence = (
+        "RuntimeWarning: torch_quartz knows no environment variable TORCH_QUARTZ_HOST_DEVICE, which has no effect"
+    )
+    assert run_python(code, stderr=sentence, environment={"TORCH_QUARTZ_HOST_DEVICE": "2"}) == "quartz:0\n"
+
+
 @pytest.mark.host
 def test_cuda_cannot_be_forced_without_a_gpu(run_python):
     run_python(
@@ -302,6 +310,20 @@ class TestInfo:
         assert done.returncode == 0, done.stderr
         assert rows["TORCH_QUARTZ_HOST_DEVICES"].strip() == "3"
         assert "quartz:2" in done.stdout
+
+    def test_unknown_variables_are_named(self):
+        environment = dict(os.environ, TORCH_QUARTZ_SUBSTRAT="host")
+        done = subprocess.run(
+            [sys.executable, "-m", "torch_quartz", "info"], capture_output=True, text=True, env=environment
+        )
+        rows = dict(line.split(":", 1) for line in done.stdout.splitlines())
+        assert rows["TORCH_QUARTZ_SUBSTRAT"].strip() == "host (unknown variable, no effect)"
+
+    def test_patches_and_their_state(self):
+        done = subprocess.run([sys.executable, "-m", "torch_quartz", "info"], capture_output=True, text=True)
+        rows = dict(line.split(":", 1) for line in done.stdout.splitlines())
+        assert rows["patch dlpack"].strip() == "active"
+        assert rows["patch transformers"].strip().startswith("waiting for the import of transformers.")
 
     def test_usage(self):
         done = subprocess.run([sys.executable, "-m", "torch_quartz"], capture_output=True, text=True)

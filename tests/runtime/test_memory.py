@@ -157,10 +157,72 @@ def test_recovering_as_cuda_users_do():
 
 @pytest.mark.host
 def test_what_only_cuda_has_says_so():
-    for call in (torch.quartz.memory_snapshot, lambda: torch.quartz.set_per_process_memory_fraction(0.5)):
-        with pytest.raises(RuntimeError, match="needs the cuda substrate; this process runs on host"):
-            call()
+    calls = {
+        "memory_snapshot": (),
+        "set_per_process_memory_fraction": (0.5,),
+        "get_per_process_memory_fraction": (),
+        "MemPool": (),
+        "set_sync_debug_mode": ("warn",),
+        "utilization": (),
+        "memory_usage": (),
+        "device_memory_used": (),
+        "temperature": ("quartz:0",),
+        "power_draw": (),
+        "clock_rate": (0,),
+    }
+    for name, arguments in calls.items():
+        with pytest.raises(
+            RuntimeError, match=f"torch.quartz.{name} needs the cuda substrate; this process runs on host"
+        ):
+            getattr(torch.quartz, name)(*arguments)
+    with pytest.raises(RuntimeError, match="use_mem_pool needs the cuda substrate"), torch.quartz.use_mem_pool(None):
+        pass
     torch.quartz.ipc_collect()
+    assert torch.quartz.get_sync_debug_mode() == 0
+
+
+@pytest.mark.cuda
+def test_memory_pools():
+    pool = torch.quartz.MemPool()
+    with torch.quartz.use_mem_pool(pool):
+        x = torch.ones(MIB, device="quartz")
+    assert sum(block["total_size"] for block in pool.snapshot()) >= x.nbytes
+    outside = torch.ones(MIB, device="quartz")
+    pointers = [
+        block["address"] <= outside.data_ptr() < block["address"] + block["total_size"] for block in pool.snapshot()
+    ]
+    assert pointers and not any(pointers)
+    assert pool.id and pool.use_count() >= 1
+
+
+@pytest.mark.cuda
+def test_sync_debug_mode():
+    x = torch.ones(2, device="quartz")
+    torch.quartz.set_sync_debug_mode("error")
+    try:
+        assert torch.quartz.get_sync_debug_mode() == 2
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            x.sum().item()
+    finally:
+        torch.quartz.set_sync_debug_mode(0)
+
+
+@pytest.mark.cuda
+def test_memory_fraction():
+    assert 0 < torch.quartz.get_per_process_memory_fraction() <= 1
+
+
+def test_old_names():
+    assert torch.quartz.OutOfMemoryError is torch.OutOfMemoryError
+    for old, new in (("memory_cached", "memory_reserved"), ("max_memory_cached", "max_memory_reserved")):
+        with pytest.warns(FutureWarning, match=f"torch.quartz.{old} is an old name: use torch.quartz.{new}"):
+            assert getattr(torch.quartz, old)(0) == getattr(torch.quartz, new)(0)
+    for old in ("reset_max_memory_allocated", "reset_max_memory_cached"):
+        kept = torch.empty(MIB, device="quartz")
+        del kept
+        with pytest.warns(FutureWarning, match=f"torch.quartz.{old} is an old name"):
+            getattr(torch.quartz, old)()
+        assert torch.quartz.max_memory_allocated() == torch.quartz.memory_allocated()
 
 
 def test_zero_bytes():

@@ -21,6 +21,31 @@ def test_all_are_installed_at_import():
     assert patches.installed() == [patch.name for patch in patches.PATCHES]
 
 
+def test_status(run_python):
+    printed = run_python(
+        """
+        import sys, torch, torch_quartz
+        from torch_quartz.integrations import patches
+        first = patches.status()
+        assert "torch._inductor" not in sys.modules
+        import torch.nn.attention.flex_attention
+        patches.undo("dlpack")
+        for name in ("dlpack", "multiprocessing", "flex_attention", "cuda_backward"):
+            print(name, first[name], patches.status()[name], sep=": ")
+        print("inductor", first["inductor"], sep=": ")
+        """
+    )
+    engine = "active" if torch.quartz.substrate() == "cuda" else "not needed on the host substrate"
+    assert printed.splitlines() == [
+        "dlpack: active: taken back",
+        "multiprocessing: active: active",
+        "flex_attention: waiting for the import of torch.nn.attention.flex_attention: active",
+        f"cuda_backward: {engine}: {engine}",
+        "inductor: waiting for the import of torch._inductor.compile_fx",
+    ]
+    assert list(patches.status()) == [patch.name for patch in patches.PATCHES]
+
+
 @pytest.mark.parametrize("patch", patches.PATCHES, ids=lambda patch: patch.name)
 def test_table_is_complete_and_documented(patch):
     text = DOCS.read_text()

@@ -97,3 +97,30 @@ def test_nested_structures_of_a_data_loader():
 
     pinned = pin_memory({"a": [torch.ones(2), "text"], "b": (torch.zeros(1), 3)})
     assert pinned["a"][0].is_pinned() and pinned["b"][0].is_pinned() and pinned["a"][1] == "text"
+
+
+@pytest.mark.host
+def test_a_fork_while_other_threads_pin_memory(run_python):
+    # The lock of the allocator may be held by another thread at the moment of the fork.
+    run_python(
+        """
+        import os, signal, threading, torch, torch_quartz
+        keep = [torch.empty(10, pin_memory=True) for _ in range(10)]
+        done = threading.Event()
+        def busy():
+            while not done.is_set():
+                [torch.empty(10, pin_memory=True).is_pinned() for _ in range(50)]
+        threads = [threading.Thread(target=busy) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(60):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(20)  # a child that hangs ends with SIGALRM
+                keep.clear()
+                torch.empty(10, pin_memory=True)
+                os._exit(0)
+            assert os.waitpid(pid, 0)[1] == 0
+        done.set()
+        """
+    )

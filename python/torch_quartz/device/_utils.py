@@ -52,3 +52,9 @@ def _checked_index(device: DeviceLike) -> int:
     if not 0 <= index < _C.device_count():
         _C.set_device(index)  # raises the sentence for it
     return index
+
+
+def _require_cuda(name: str) -> None:
+    """Raise RuntimeError on host, for the function of ``torch.quartz`` called `name`."""
+    if _C.substrate() != "cuda":
+        raise RuntimeError(f"torch.quartz.{name} needs the cuda substrate; this process runs on host")

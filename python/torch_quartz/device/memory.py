@@ -4,13 +4,18 @@ The numbers come from the device's allocator through ``torch.accelerator``. On c
 allocator; on host nothing is cached, so what is reserved is what is allocated.
 """
 
+import contextlib
+import warnings
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from torch_quartz import _C
-from torch_quartz.device._utils import DeviceLike, _checked_index
+from torch_quartz.device._utils import DeviceLike, _checked_index, _require_cuda
+
+OutOfMemoryError = torch.OutOfMemoryError
 
 
 def memory_stats(device: DeviceLike = None) -> "OrderedDict[str, Any]":
@@ -240,6 +245,93 @@ def set_per_process_memory_fraction(fraction: float, device: DeviceLike = None) 
     torch.cuda.set_per_process_memory_fraction(fraction, index)
 
 
+def get_per_process_memory_fraction(device: DeviceLike = None) -> float:
+    """Return the part of a GPU's memory that this process may allocate; only on cuda.
+
+    Parameters
+    ----------
+    device : torch.device, str, int or None
+        None is the current device.
+
+    Raises
+    ------
+    RuntimeError
+        On host, where the operating system limits memory.
+
+    Examples
+    --------
+    >>> if torch.quartz.substrate() == "cuda":
+    ...     fraction = torch.quartz.get_per_process_memory_fraction()
+    """
+    index = _checked_index(device)
+    _require_cuda("get_per_process_memory_fraction")
+    return torch.cuda.get_per_process_memory_fraction(index)
+
+
+class MemPool:
+    """A pool of the CUDA caching allocator that `use_mem_pool` allocates from; only on cuda.
+
+    Parameters
+    ----------
+    allocator, **options
+        As for ``torch.cuda.MemPool``.
+
+    Raises
+    ------
+    RuntimeError
+        On host, whose allocator keeps no pools.
+
+    Examples
+    --------
+    >>> if torch.quartz.substrate() == "cuda":
+    ...     pool = torch.quartz.MemPool()
+    ...     with torch.quartz.use_mem_pool(pool):
+    ...         x = torch.ones(4, device="quartz")
+    """
+
+    def __init__(self, allocator: Any = None, **options: Any):
+        _require_cuda("MemPool")
+        self._native = torch.cuda.MemPool(allocator, **options)
+
+    @property
+    def id(self) -> tuple[int, int]:
+        """The pool's name, for ``Graph.capture_begin`` and `graph`."""
+        return self._native.id
+
+    def use_count(self) -> int:
+        """Return how many users hold the pool."""
+        return self._native.use_count()
+
+    def snapshot(self, **options: Any) -> list[dict[str, Any]]:
+        """Return the blocks of the pool, as ``torch.cuda.MemPool.snapshot``."""
+        return self._native.snapshot(**options)
+
+
+@contextlib.contextmanager
+def use_mem_pool(pool: MemPool, device: DeviceLike = None) -> Iterator[None]:
+    """Take this thread's new memory from a pool; only on cuda, where alone there are pools.
+
+    Parameters
+    ----------
+    pool : MemPool
+        The pool.
+    device : torch.device, str, int or None
+        None is the current device.
+
+    Examples
+    --------
+    See `MemPool`:
+
+    >>> if torch.quartz.substrate() == "cuda":
+    ...     with torch.quartz.use_mem_pool(torch.quartz.MemPool()):
+    ...         pass
+    """
+    index = _checked_index(device)
+    _require_cuda("use_mem_pool")
+    with torch.cuda.use_mem_pool(pool._native, index):
+        yield
+
+
 def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
     """Return a table of the allocator's counters for people to read.
 
@@ -271,14 +363,91 @@ def memory_summary(device: DeviceLike = None, abbreviated: bool = False) -> str:
     return "\n".join(row.rstrip() for row in rows)
 
 
+def reset_max_memory_allocated(device: DeviceLike = None) -> None:
+    """Do what `reset_peak_memory_stats` does: an old name, which warns as that of ``torch.cuda``.
+
+    Parameters
+    ----------
+    device : torch.device, str, int or None
+        None is the current device.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     torch.quartz.reset_max_memory_allocated()
+    """
+    _warn_of_old_name("reset_max_memory_allocated", "reset_peak_memory_stats")
+    reset_peak_memory_stats(device)
+
+
+def reset_max_memory_cached(device: DeviceLike = None) -> None:
+    """Do what `reset_peak_memory_stats` does: an old name, which warns as that of ``torch.cuda``.
+
+    Parameters
+    ----------
+    device : torch.device, str, int or None
+        None is the current device.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     torch.quartz.reset_max_memory_cached()
+    """
+    _warn_of_old_name("reset_max_memory_cached", "reset_peak_memory_stats")
+    reset_peak_memory_stats(device)
+
+
+def memory_cached(device: DeviceLike = None) -> int:
+    """Return `memory_reserved`: an old name, which warns as that of ``torch.cuda``.
+
+    Parameters
+    ----------
+    device : torch.device, str, int or None
+        None is the current device.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     torch.quartz.memory_cached() == torch.quartz.memory_reserved()
+    True
+    """
+    _warn_of_old_name("memory_cached", "memory_reserved")
+    return memory_reserved(device)
+
+
+def max_memory_cached(device: DeviceLike = None) -> int:
+    """Return `max_memory_reserved`: an old name, which warns as that of ``torch.cuda``.
+
+    Parameters
+    ----------
+    device : torch.device, str, int or None
+        None is the current device.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     torch.quartz.max_memory_cached() == torch.quartz.max_memory_reserved()
+    True
+    """
+    _warn_of_old_name("max_memory_cached", "max_memory_reserved")
+    return max_memory_reserved(device)
+
+
+def _warn_of_old_name(old: str, new: str) -> None:
+    warnings.warn(f"torch.quartz.{old} is an old name: use torch.quartz.{new}", FutureWarning, stacklevel=3)
+
+
 def _bytes(count: int) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count = count / 1024
     return f"{count:.1f} GiB"
-
-
-def _require_cuda(name: str) -> None:
-    if _C.substrate() != "cuda":
-        raise RuntimeError(f"torch.quartz.{name} needs the cuda substrate; this process runs on host")

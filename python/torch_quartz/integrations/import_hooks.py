@@ -43,6 +43,10 @@ class ImportHook(importlib.abc.MetaPathFinder):
         spec.loader.exec_module = execute_and_call
         return spec
 
+    def waiting(self) -> bool:
+        """Return whether the module has not been imported yet."""
+        return self in sys.meta_path
+
     def remove(self) -> None:
         """Stop waiting; the callback does not run any more."""
         if self in sys.meta_path:

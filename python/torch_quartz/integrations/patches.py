@@ -8,6 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+import torch
+
+from torch_quartz import _C
 from torch_quartz.integrations import (
     accelerate,
     cross_entropy,
@@ -22,6 +25,7 @@ from torch_quartz.integrations import (
     transformers_experts,
     transformers_fused,
 )
+from torch_quartz.integrations.replacements import Replacements
 
 
 @dataclass(frozen=True)
@@ -36,17 +40,24 @@ class Patch:
         What is replaced, and why, in one sentence each.
     install, undo : callable
         Take no arguments. `undo` restores what `install` found.
+    replacements : Replacements or None
+        What it replaced and which modules it waits for, where the module keeps that.
+    unneeded : str or None
+        Why `install` does nothing in this process.
     """
 
     name: str
     changes: tuple[tuple[str, str], ...]
     install: Callable[[], None]
     undo: Callable[[], None]
+    replacements: Replacements | None = None
+    unneeded: str | None = None
 
 
-def _patch(module: ModuleType, *changes: tuple[str, str]) -> Patch:
+def _patch(module: ModuleType, *changes: tuple[str, str], unneeded: str | None = None) -> Patch:
     listed = tuple((row["target"], row["reason"]) for row in getattr(module, "PATCHES", ()))
-    return Patch(module.__name__.rpartition(".")[2], changes + listed, module.install, module.undo)
+    name, replacements = module.__name__.rpartition(".")[2], getattr(module, "_changes", None)
+    return Patch(name, changes + listed, module.install, module.undo, replacements, unneeded)
 
 
 PATCHES = (
@@ -74,9 +85,13 @@ PATCHES = (
             "torch.autograd.graph._engine_run_backward (cuda substrate only)",
             "the autograd engine knows one accelerator per process and stops backward passes of plain cuda tensors",
         ),
+        unneeded=None if _C.substrate() == "cuda" else "not needed on the host substrate",
     ),
     _patch(data_parallel),
-    _patch(cross_entropy),
+    _patch(
+        cross_entropy,
+        unneeded=None if hasattr(torch.nn, "LinearCrossEntropyOptions") else "not needed before PyTorch 2.13",
+    ),
     _patch(inductor),
     _patch(flex_attention),
     _patch(safetensors),
@@ -90,8 +105,33 @@ _installed: list[Patch] = []
 
 
 def installed() -> list[str]:
-    """Return the names of the patches in force, in the order of their installation."""
+    """Return the names of the patches that are installed, in the order of their installation; see `status`."""
     return [patch.name for patch in _installed]
+
+
+def status() -> dict[str, str]:
+    """Return for each patch of the table whether it is in force, waits for a module, or has nothing to do here.
+
+    Examples
+    --------
+    >>> status()["dlpack"]
+    'active'
+    """
+    return {patch.name: _status(patch) for patch in PATCHES}
+
+
+def _status(patch: Patch) -> str:
+    if patch not in _installed:
+        return "taken back"
+    if patch.unneeded is not None:
+        return patch.unneeded
+    changes = patch.replacements
+    modules = [] if changes is None else changes.waiting_for()
+    if not modules:
+        return "active"
+    more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+    waiting = f"waiting for the import of {modules[0]}{more}"
+    return f"active, {waiting}" if changes is not None and changes.in_force() else waiting
 
 
 def install_all() -> None:

@@ -91,6 +91,14 @@ class Replacements:
         """
         self._undo.append(action)
 
+    def in_force(self) -> bool:
+        """Return whether anything is replaced now."""
+        return bool(self._undo)
+
+    def waiting_for(self) -> list[str]:
+        """Return the modules that are not imported yet and are changed when they are."""
+        return [hook.module for hook in self._hooks if hook.waiting()]
+
     def undo(self) -> None:
         """Take back every replacement, the last one first, and stop waiting for modules."""
         while self._hooks:
