@@ -29,7 +29,7 @@ __device__ bool draw_short(const Sample& a, int64_t r, const RowRules& rules, Li
   *token = -1;
   if (list.found() > 0 && rules.greedy) {
     *token = list.id(0);
-    if (threadIdx.x == 0 && a.logprobs != nullptr) a.logprobs[r] = -log_of_mass(Workspace(a).raw_mass[r]);
+    if (threadIdx.x == 0 && a.logprobs != nullptr) a.logprobs[r] = 0.0f - log_of_mass(Workspace(a).raw_mass[r]);
   } else if (list.found() > 0) {
     *token = list.draw(rules, noise_of(a, r), a.logprobs != nullptr ? a.logprobs + r : nullptr);
   } else if (threadIdx.x == 0 && a.logprobs != nullptr) {
