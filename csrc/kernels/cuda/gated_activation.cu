@@ -5,17 +5,17 @@
 namespace quartz::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 256, kItems = 2;  // vectors of a thread
+constexpr int kThreads = 256;
 
-template <Activation A>
+template <class T, Activation A>
 __device__ __forceinline__ float activate(float g) {
   if constexpr (A == Activation::kSilu) {
-    return g / (1.0f + expf(-g));
+    return divide_for<T>(g, 1.0f + exp_for<T>(-g));
   } else if constexpr (A == Activation::kGelu) {
     return g * 0.5f * (1.0f + erff(g * 0.70710678118654752f));
-  } else if constexpr (A == Activation::kGeluTanh) {
-    const float inner = 0.79788456080286536f * fmaf(0.044715f * g * g, g, g);
-    return g * 0.5f * (1.0f + tanhf(inner));
+  } else if constexpr (A == Activation::kGeluTanh) {  // (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
+    const float twice = 1.59576912160573073f * fmaf(0.044715f * g * g, g, g);
+    return divide_for<T>(g, 1.0f + exp_for<T>(-twice));
   } else {
     const float positive = g > 0.0f || g != g ? g : 0.0f;
     return A == Activation::kRelu ? positive : positive * positive;
@@ -27,17 +27,17 @@ __device__ __forceinline__ float gated(const GatedActivation& a, float g, float 
   if constexpr (A == Activation::kClampedSwiglu) {
     g = g > a.limit ? a.limit : g;
     u = u > a.limit ? a.limit : (u < -a.limit ? -a.limit : u);
-    if (!a.round_first) return (u + 1.0f) * (g / (1.0f + expf(-a.alpha * g)));
-    const float sigmoid = rounded<T>(1.0f / (1.0f + expf(-rounded<T>(g * a.alpha))));
+    if (!a.round_first) return (u + 1.0f) * divide_for<T>(g, 1.0f + exp_for<T>(-a.alpha * g));
+    const float sigmoid = rounded<T>(divide_for<T>(1.0f, 1.0f + exp_for<T>(-rounded<T>(g * a.alpha))));
     return rounded<T>(u + 1.0f) * rounded<T>(g * sigmoid);
   } else {
-    float value = activate<A>(g);
-    if (a.round_first) value = rounded<T>(value);
-    return value * u;
+    const float value = activate<T, A>(g);
+    return (a.round_first ? rounded<T>(value) : value) * u;
   }
 }
 
-template <class T, Activation A>
+// kItems vectors a thread: two where there are enough to fill the processor.
+template <class T, Activation A, int kItems>
 __global__ void __launch_bounds__(kThreads)
     gated_vectors(GatedActivation a, bool aligned, int64_t vectors, int64_t total) {
   constexpr int V = kVector<T>;
@@ -69,21 +69,25 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int j = 0; j < kItems; ++j) {
     if (begin + j * kThreads >= total) break;
-    Pack<T> result;
+    float g[V], u[V];
+    widen(first[j], g);
+    widen(second[j], u);
+    if (a.interleaved) {
+      float both[2 * V];
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      float g, u;
-      if (a.interleaved) {
-        const auto& half = i < V / 2 ? first[j] : second[j];
-        g = widen(half.item[2 * (i % (V / 2))]);
-        u = widen(half.item[2 * (i % (V / 2)) + 1]);
-      } else {
-        g = widen(first[j].item[i]);
-        u = widen(second[j].item[i]);
+      for (int i = 0; i < V; ++i) {
+        both[i] = g[i];
+        both[V + i] = u[i];
       }
-      result.item[i] = narrow<T>(gated<T, A>(a, g, u));
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        g[i] = both[2 * i];
+        u[i] = both[2 * i + 1];
+      }
     }
-    store_pack<T>(static_cast<T*>(a.y) + rows[j] * a.width, places[j], a.width, aligned, result);
+#pragma unroll
+    for (int i = 0; i < V; ++i) g[i] = gated<T, A>(a, g[i], u[i]);
+    store_pack<T>(static_cast<T*>(a.y) + rows[j] * a.width, places[j], a.width, aligned, narrow<T>(g));
   }
 }
 
@@ -94,8 +98,14 @@ void launch(const GatedActivation& a, cudaStream_t stream) {
                        aligned_rows(a.y, a.width, kSize, a.rows) &&
                        (a.interleaved || aligned_rows(a.up, a.up_stride, kSize, a.rows));
   const int64_t vectors = (a.width + kVector<T> - 1) / kVector<T>, total = vectors * a.rows;
-  const auto blocks = static_cast<unsigned>((total + kThreads * kItems - 1) / (kThreads * kItems));
-  gated_vectors<T, A><<<blocks, kThreads, 0, stream>>>(a, aligned, vectors, total);
+  const auto blocks = [&](int items) {
+    return static_cast<unsigned>((total + kThreads * items - 1) / (kThreads * items));
+  };
+  if (total < int64_t{1} << 19) {
+    gated_vectors<T, A, 1><<<blocks(1), kThreads, 0, stream>>>(a, aligned, vectors, total);
+  } else {
+    gated_vectors<T, A, 2><<<blocks(2), kThreads, 0, stream>>>(a, aligned, vectors, total);
+  }
 }
 
 }  // namespace

@@ -39,17 +39,22 @@ __global__ void __launch_bounds__(kBlock<P>) layer_norm_rows(LayerNorm a, bool a
 
   float sums[V] = {};
   each(true, [&](int64_t, const Pack<T>& pack) {
+    float values[V];
+    widen(pack, values);
 #pragma unroll
-    for (int i = 0; i < V; ++i) sums[i] += widen(pack.item[i]);
+    for (int i = 0; i < V; ++i) sums[i] += values[i];
   });
   const auto width = static_cast<float>(a.width);
   const float mean = over_threads<P>(fold(sums, Add{}), Add{}, shared[0]) / width;
 #pragma unroll
   for (int i = 0; i < V; ++i) sums[i] = 0.0f;
   each(false, [&](int64_t v, const Pack<T>& pack) {
+    float values[V];
+    widen(pack, values);
+    const auto here = static_cast<int>(a.width - v * V < V ? a.width - v * V : V);  // elements of the row in the vector
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const float difference = v * V + i < a.width ? widen(pack.item[i]) - mean : 0.0f;
+      const float difference = i < here ? values[i] - mean : 0.0f;
       sums[i] = fmaf(difference, difference, sums[i]);
     }
   });
@@ -63,15 +68,15 @@ __global__ void __launch_bounds__(kBlock<P>) layer_norm_rows(LayerNorm a, bool a
     float weight[V], bias[V];
     if (a.weight != nullptr) load_parameters(a.weight, a.weight_dtype, v * V, a.width, aligned_parameters, weight);
     if (a.bias != nullptr) load_parameters(a.bias, a.weight_dtype, v * V, a.width, aligned_parameters, bias);
-    Pack<T> result;
+    float values[V];
+    widen(pack, values);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      float value = (widen(pack.item[i]) - mean) * scale;
-      if (a.weight != nullptr) value = __fmul_rn(value, weight[i]);
-      if (a.bias != nullptr) value = __fadd_rn(value, bias[i]);
-      result.item[i] = narrow<T>(value);
+      values[i] = (values[i] - mean) * scale;
+      if (a.weight != nullptr) values[i] = __fmul_rn(values[i], weight[i]);
+      if (a.bias != nullptr) values[i] = __fadd_rn(values[i], bias[i]);
     }
-    store_pack<T>(y, v, a.width, aligned, result);
+    store_pack<T>(y, v, a.width, aligned, narrow<T>(values));
   });
 }
 

@@ -24,25 +24,41 @@ __global__ void __launch_bounds__(kBlock<P>) rms_norm_rows(RmsNorm a, Aligned al
   T* sum = static_cast<T*>(a.sum) + row * a.width;
   T* y = static_cast<T*>(a.y) + row * a.width;
 
-  Pack<T> held[kHeld];
+  Pack<T> held[kHeld], weights[kHeld];
+  const bool early =
+      N > 0 && a.weight != nullptr && a.weight_dtype == kDTypeOf<T>;  // the weight is read beside the row
   float squares[V] = {};
   const auto read = [&](int64_t v, Pack<T>& pack) {
     pack = load_pack<T>(x, v, a.width, aligned.rows, T{});
     if (a.residual != nullptr) {
       const auto other = load_pack<T>(residual, v, a.width, aligned.rows, T{});
+      float values[V], others[V];
+      widen(pack, values);
+      widen(other, others);
 #pragma unroll
-      for (int i = 0; i < V; ++i) pack.item[i] = narrow<T>(widen(pack.item[i]) + widen(other.item[i]));
+      for (int i = 0; i < V; ++i) values[i] += others[i];
+      pack = narrow<T>(values);
       store_pack<T>(sum, v, a.width, aligned.rows, pack);
     }
   };
   const auto add_squares = [&](const Pack<T>& pack) {
+    float values[V];
+    widen(pack, values);
 #pragma unroll
-    for (int i = 0; i < V; ++i) squares[i] = fmaf(widen(pack.item[i]), widen(pack.item[i]), squares[i]);
+    for (int i = 0; i < V; ++i) squares[i] = fmaf(values[i], values[i], squares[i]);
   };
   if constexpr (N > 0) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       if (thread + j * P < vectors) read(thread + j * P, held[j]);
+    }
+    if (early) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (thread + j * P < vectors) {
+          weights[j] = load_pack<T>(static_cast<const T*>(a.weight), thread + j * P, a.width, aligned.weight, T{});
+        }
+      }
     }
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -57,28 +73,35 @@ __global__ void __launch_bounds__(kBlock<P>) rms_norm_rows(RmsNorm a, Aligned al
   const float total = over_threads<P>(fold(squares, Add{}), Add{}, shared);
   const float scale = 1.0f / sqrtf(total / static_cast<float>(a.width) + a.eps);
 
-  const auto write = [&](int64_t v, const Pack<T>& pack) {
-    float weight[V];
-    if (a.weight != nullptr) load_parameters(a.weight, a.weight_dtype, v * V, a.width, aligned.weight, weight);
-    Pack<T> result;
+  const auto write = [&](int64_t v, const Pack<T>& pack, const Pack<T>& weight_pack) {
+    float values[V], weight[V];
+    widen(pack, values);
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      float value = widen(pack.item[i]) * scale;
-      if (a.round_first) value = rounded<T>(value);
-      if (a.weight != nullptr) value *= a.weight_offset + weight[i];
-      result.item[i] = narrow<T>(value);
+    for (int i = 0; i < V; ++i) values[i] *= scale;
+    if (a.round_first) widen(narrow<T>(values), values);
+    if (a.weight != nullptr) {
+      if (early) {
+        widen(weight_pack, weight);
+      } else {
+        load_parameters(a.weight, a.weight_dtype, v * V, a.width, aligned.weight, weight);
+      }
+#pragma unroll
+      for (int i = 0; i < V; ++i) values[i] *= a.weight_offset + weight[i];
     }
-    store_pack<T>(y, v, a.width, aligned.rows, result);
+    store_pack<T>(y, v, a.width, aligned.rows, narrow<T>(values));
   };
   if constexpr (N > 0) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      if (thread + j * P < vectors) write(thread + j * P, held[j]);
+      if (thread + j * P < vectors) write(thread + j * P, held[j], weights[j]);
     }
   } else {
     for (int64_t v = thread; v < vectors; v += P) {
-      write(v, a.residual != nullptr ? load_pack<T>(const_cast<const T*>(sum), v, a.width, aligned.rows, T{})
-                                     : load_pack<T>(x, v, a.width, aligned.rows, T{}));
+      if (a.residual != nullptr) {
+        write(v, load_pack<T, true>(sum, v, a.width, aligned.rows, T{}), Pack<T>{});
+      } else {
+        write(v, load_pack<T>(x, v, a.width, aligned.rows, T{}), Pack<T>{});
+      }
     }
   }
 }

@@ -7,7 +7,7 @@
 namespace quartz::kernels::cuda {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 64;
 
 // V pairs at a time where everything is aligned (V elements in 16 bytes), else single pairs.
 template <class T, int V>
@@ -66,30 +66,139 @@ __device__ __forceinline__ void join(Elements<T, V>& a, Elements<T, V>& b) {
   }
 }
 
+// V elements that lie one behind the other.
+template <int V, class C>
+__device__ __forceinline__ void read_table(const C* p, C (&out)[V]) {
+#pragma unroll
+  for (int i = 0; i < V * static_cast<int>(sizeof(C)) / 16; ++i) {
+    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p) + i);
+    memcpy(reinterpret_cast<char*>(out) + 16 * i, &raw, 16);
+  }
+}
+
+// What a row of a table has for the pairs from `pair` on: for their first elements and for their second ones.
+template <int V, class C>
+__device__ __forceinline__ void read_pairs(const Rotary& a, const C* row, int64_t pair, bool aligned, C (&of_a)[V],
+                                           C (&of_b)[V]) {
+  const int64_t half = a.rotated / 2;
+  if (V > 1 && aligned && a.table_interleaved) {
+    C both[2 * V];
+    read_table<2 * V>(row + 2 * pair, both);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      of_a[i] = both[2 * i];
+      of_b[i] = both[2 * i + 1];
+    }
+  } else if (V > 1 && aligned) {
+    read_table<V>(row + pair, of_a);
+    read_table<V>(row + (a.table_half ? pair : pair + half), of_b);
+  } else {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const int64_t p = pair + i;
+      of_a[i] = row[a.table_interleaved ? 2 * p : p];
+      of_b[i] = row[a.table_interleaved ? 2 * p + 1 : (a.table_half ? p : p + half)];
+    }
+  }
+}
+
+// Cosines and sines of V pairs, prepared for a' = a cos_a - b sin_a, b' = b cos_b + a sin_b: the inverse is the same
+// with -sin_b for sin_a and -sin_a for sin_b.
 template <class T, class C, int V>
-__global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a) {
-  constexpr bool kStepwise = __is_same(T, C);
+struct Angles {
+  static constexpr bool kStepwise = __is_same(T, C);
+  float cos_a[V], cos_b[V], sin_a[V], sin_b[V];
+
+  __device__ __forceinline__ void set(bool inverse, const C (&ca)[V], const C (&cb)[V], const C (&sa)[V],
+                                      const C (&sb)[V]) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      cos_a[i] = widen(ca[i]);
+      cos_b[i] = widen(cb[i]);
+      sin_a[i] = inverse ? -widen(sb[i]) : widen(sa[i]);
+      sin_b[i] = inverse ? -widen(sa[i]) : widen(sb[i]);
+    }
+  }
+  __device__ __forceinline__ void turn(Elements<T, V>& first, Elements<T, V>& second) const {
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const float p = widen(first.item[i]), q = widen(second.item[i]);
+      float pc = __fmul_rn(p, cos_a[i]), qs = __fmul_rn(q, sin_a[i]);
+      float qc = __fmul_rn(q, cos_b[i]), ps = __fmul_rn(p, sin_b[i]);
+      if (kStepwise) {
+        pc = rounded<T>(pc), qs = rounded<T>(qs), qc = rounded<T>(qc), ps = rounded<T>(ps);
+      }
+      first.item[i] = narrow<T>(__fsub_rn(pc, qs));
+      second.item[i] = narrow<T>(__fadd_rn(qc, ps));
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {  // each product rounded to T
+  uint32_t result;
+  if constexpr (__is_same(T, BFloat16)) {
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  } else {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  }
+  return result;
+}
+
+// The same for 16-bit elements and tables, in pairs of elements.
+template <class T>
+requires(sizeof(T) == 2) struct Angles<T, T, 8> {
+  uint32_t cos_a[4], cos_b[4], sin_a[4], sin_b[4];
+
+  __device__ __forceinline__ void set(bool inverse, const T (&ca)[8], const T (&cb)[8], const T (&sa)[8],
+                                      const T (&sb)[8]) {
+    memcpy(cos_a, ca, 16);
+    memcpy(cos_b, cb, 16);
+    memcpy(sin_a, inverse ? sb : sa, 16);
+    memcpy(sin_b, inverse ? sa : sb, 16);
+    const uint32_t signs = inverse ? 0x80008000u : 0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sin_a[i] ^= signs;
+      sin_b[i] ^= signs;
+    }
+  }
+  __device__ __forceinline__ void turn(Elements<T, 8>& first, Elements<T, 8>& second) const {
+    uint32_t p[4], q[4];
+    memcpy(p, first.item, 16);
+    memcpy(q, second.item, 16);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 pc = widen_pair<T>(multiply_pairs<T>(p[i], cos_a[i])),
+                   qs = widen_pair<T>(multiply_pairs<T>(q[i], sin_a[i]));
+      const float2 qc = widen_pair<T>(multiply_pairs<T>(q[i], cos_b[i])),
+                   ps = widen_pair<T>(multiply_pairs<T>(p[i], sin_b[i]));
+      p[i] = narrow_pair<T>(__fsub_rn(pc.x, qs.x), __fsub_rn(pc.y, qs.y));
+      q[i] = narrow_pair<T>(__fadd_rn(qc.x, ps.x), __fadd_rn(qc.y, ps.y));
+    }
+    memcpy(first.item, p, 16);
+    memcpy(second.item, q, 16);
+  }
+};
+
+template <class T, class C, int V>
+__global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool aligned_tables) {
   const int64_t batch = blockIdx.x / a.positions, position = blockIdx.x % a.positions, half = a.rotated / 2;
   const int pair_chunks = static_cast<int>(half / V),
             chunks = pair_chunks + static_cast<int>((a.head_size - a.rotated) / V);
   const int groups = max(1, kThreads / chunks);  // heads at a time
+  const C* cos = static_cast<const C*>(a.cos) + batch * a.cos_stride[0] + position * a.cos_stride[1];
+  const C* sin = static_cast<const C*>(a.sin) + batch * a.sin_stride[0] + position * a.sin_stride[1];
   for (int item = threadIdx.x; item < chunks * groups; item += kThreads) {
     const int chunk = item % chunks;
     const bool copies = chunk >= pair_chunks;
     const int64_t pair = static_cast<int64_t>(chunk) * V;
-    float cos_a[V], cos_b[V], sin_a[V], sin_b[V];
+    Angles<T, C, V> angles;
     if (!copies) {
-      const auto table = [&](const void* data, const int64_t(&stride)[2], float(&of_a)[V], float(&of_b)[V]) {
-        const C* row = static_cast<const C*>(data) + batch * stride[0] + position * stride[1];
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-          const int64_t p = pair + i;
-          of_a[i] = widen(row[a.table_interleaved ? 2 * p : p]);
-          of_b[i] = widen(row[a.table_interleaved ? 2 * p + 1 : (a.table_half ? p : p + half)]);
-        }
-      };
-      table(a.cos, a.cos_stride, cos_a, cos_b);
-      table(a.sin, a.sin_stride, sin_a, sin_b);
+      C cos_a[V], cos_b[V], sin_a[V], sin_b[V];
+      read_pairs<V>(a, cos, pair, aligned_tables, cos_a, cos_b);
+      read_pairs<V>(a, sin, pair, aligned_tables, sin_a, sin_b);
+      angles.set(a.inverse, cos_a, cos_b, sin_a, sin_b);
     }
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
@@ -111,24 +220,22 @@ __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a) {
         first.load(from + (a.in_interleaved ? 2 * pair : pair));
         second.load(from + (a.in_interleaved ? 2 * pair + V : pair + half));
         if (a.in_interleaved) split<T, V>(first, second);
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-          const float p = widen(first.item[i]), q = widen(second.item[i]);
-          // forward: a' = a cos_a - b sin_a, b' = b cos_b + a sin_b; inverse: a' = a cos_a + b sin_b, ...
-          float pc = __fmul_rn(p, cos_a[i]), qs = __fmul_rn(q, a.inverse ? -sin_b[i] : sin_a[i]);
-          float qc = __fmul_rn(q, cos_b[i]), ps = __fmul_rn(p, a.inverse ? -sin_a[i] : sin_b[i]);
-          if (kStepwise) {
-            pc = rounded<T>(pc), qs = rounded<T>(qs), qc = rounded<T>(qc), ps = rounded<T>(ps);
-          }
-          first.item[i] = narrow<T>(__fsub_rn(pc, qs));
-          second.item[i] = narrow<T>(__fadd_rn(qc, ps));
-        }
+        angles.turn(first, second);
         if (a.out_interleaved) join<T, V>(first, second);
         first.store(to + (a.out_interleaved ? 2 * pair : pair));
         second.store(to + (a.out_interleaved ? 2 * pair + V : pair + half));
       }
     }
   }
+}
+
+template <class C>
+bool tables_fit(const Rotary& a) {
+  if (a.rotated / 2 % kVector<C> != 0 || !aligned16(a.cos) || !aligned16(a.sin)) return false;
+  for (const auto* strides : {a.cos_stride, a.sin_stride}) {
+    if (strides[0] % kVector<C> != 0 || strides[1] % kVector<C> != 0) return false;
+  }
+  return true;
 }
 
 template <class T>
@@ -148,9 +255,9 @@ bool vectors_fit(const Rotary& a) {
 template <class T, class C>
 void launch(const Rotary& a, unsigned blocks, cudaStream_t stream) {
   if (vectors_fit<T>(a)) {
-    rotate_positions<T, C, kVector<T>><<<blocks, kThreads, 0, stream>>>(a);
+    rotate_positions<T, C, kVector<T>><<<blocks, kThreads, 0, stream>>>(a, tables_fit<C>(a));
   } else {
-    rotate_positions<T, C, 1><<<blocks, kThreads, 0, stream>>>(a);
+    rotate_positions<T, C, 1><<<blocks, kThreads, 0, stream>>>(a, false);
   }
 }
 

@@ -5,8 +5,6 @@
 namespace quartz::kernels::cuda {
 namespace {
 
-constexpr float kMinusInfinity = -__builtin_huge_valf();
-
 // Reductions of one kind share a kernel; the rest is decided at run time.
 enum class Kind { kSum, kVariance, kLogSumExp, kBest };
 
@@ -29,9 +27,11 @@ __device__ __forceinline__ void put(const RowReduce& a, int64_t row, float value
   }
 }
 
-template <class T, Kind K, int P>
+// N vectors of a thread are kept in registers for a second pass; 0: the row is read again.
+template <class T, Kind K, int P, int N>
 __global__ void __launch_bounds__(kBlock<P>) reduce_rows(RowReduce a, bool aligned) {
   constexpr int V = kVector<T>;
+  constexpr int kHeld = N > 0 ? N : 1;
   __shared__ float shared[2][P / 32];
   __shared__ unsigned long long shared_best[P / 32];
   const int64_t row = row_of_thread<P>();
@@ -39,75 +39,120 @@ __global__ void __launch_bounds__(kBlock<P>) reduce_rows(RowReduce a, bool align
   const int thread = threadIdx.x % P;
   const int64_t vectors = (a.width + V - 1) / V;
   const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-  const auto each = [&](T fill, const auto& body) {
-#pragma unroll 4
-    for (int64_t v = thread; v < vectors; v += P) body(v, load_pack<T>(x, v, a.width, aligned, fill));
-  };
-  const auto sum_of = [&](T fill, float* places, const auto& add) {
-    float sums[V] = {};
-    each(fill, [&](int64_t v, const Pack<T>& pack) {
+
+  const float infinity = __builtin_huge_valf();
+  const T fill = narrow<T>(K == Kind::kLogSumExp || a.reduction == Reduction::kArgMax ? -infinity
+                           : a.reduction == Reduction::kArgMin                        ? infinity
+                                                                                      : 0.0f);
+  Pack<T> held[kHeld];
+  if constexpr (N > 0) {
 #pragma unroll
-      for (int i = 0; i < V; ++i) sums[i] = add(sums[i], widen(pack.item[i]), v * V + i);
+    for (int j = 0; j < N; ++j) {
+      if (thread + j * P < vectors) held[j] = load_pack<T>(x, thread + j * P, a.width, aligned, fill);
+    }
+  }
+  const auto each = [&](const auto& body) {
+    float values[V];
+    if constexpr (N > 0) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (thread + j * P < vectors) {
+          widen(held[j], values);
+          body(static_cast<int64_t>(thread + j * P), values);
+        }
+      }
+    } else {
+#pragma unroll 4
+      for (int64_t v = thread; v < vectors; v += P) {
+        widen(load_pack<T>(x, v, a.width, aligned, fill), values);
+        body(v, values);
+      }
+    }
+  };
+  const auto plain_sum = [&] {
+    float sums[V] = {};
+    each([&](int64_t, const float(&values)[V]) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) sums[i] += values[i];
     });
-    return over_threads<P>(fold(sums, Add{}), Add{}, places);
+    return over_threads<P>(fold(sums, Add{}), Add{}, shared[0]);
   };
 
   if constexpr (K == Kind::kSum) {
-    const float sum = sum_of(T{}, shared[0], [](float total, float value, int64_t) { return total + value; });
+    const float sum = plain_sum();
     if (thread == 0) put(a, row, a.reduction == Reduction::kMean ? sum / static_cast<float>(a.width) : sum);
   } else if constexpr (K == Kind::kVariance) {
-    const float mean = sum_of(T{}, shared[0], [](float total, float value, int64_t) { return total + value; }) /
-                       static_cast<float>(a.width);
-    const float squares = sum_of(T{}, shared[1], [&](float total, float value, int64_t k) {
-      const float difference = k < a.width ? value - mean : 0.0f;
-      return fmaf(difference, difference, total);
-    });
-    const double divisor = static_cast<double>(a.width) - a.correction;
-    const float variance = static_cast<float>(static_cast<double>(squares) / (divisor > 0 ? divisor : 0.0));
-    if (thread == 0) put(a, row, a.reduction == Reduction::kStd ? sqrtf(variance) : variance);
-  } else if constexpr (K == Kind::kLogSumExp) {
-    const T lowest = narrow<T>(kMinusInfinity);
-    float maxima[V];
-#pragma unroll
-    for (int i = 0; i < V; ++i) maxima[i] = kMinusInfinity;
-    each(lowest, [&](int64_t, const Pack<T>& pack) {
-#pragma unroll
-      for (int i = 0; i < V; ++i) maxima[i] = fmaxf(maxima[i], widen(pack.item[i]));
-    });
-    float maximum = over_threads<P>(fold(maxima, Max{}), Max{}, shared[0]);
-    if (fabsf(maximum) == __builtin_huge_valf()) maximum = 0.0f;  // infinities come out as they are
-    const float sum =
-        sum_of(lowest, shared[1], [&](float total, float value, int64_t) { return total + expf(value - maximum); });
-    if (thread == 0) put(a, row, logf(sum) + maximum);
-  } else {
-    const bool least = a.reduction == Reduction::kArgMin;
-    unsigned long long best = 0;
-    each(T{}, [&](int64_t v, const Pack<T>& pack) {
+    const float mean = plain_sum() / static_cast<float>(a.width);
+    float squares[V] = {};
+    each([&](int64_t v, const float(&values)[V]) {
+      const auto here = static_cast<int>(a.width - v * V < V ? a.width - v * V : V);
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        uint32_t order = ordered_bits(widen(pack.item[i]));
-        if (least && order != 0xffffffffu) order = ~order;  // NaN stays above all
-        const auto index = static_cast<uint32_t>(v * V + i);
-        const unsigned long long key = (static_cast<unsigned long long>(order) << 32) | ~index;
-        if (v * V + i < a.width && key > best) best = key;
+        const float difference = i < here ? values[i] - mean : 0.0f;
+        squares[i] = fmaf(difference, difference, squares[i]);
       }
     });
-    best = over_threads<P>(best, Larger{}, shared_best);
-    if (thread == 0) static_cast<int64_t*>(a.y)[row] = static_cast<int64_t>(~static_cast<uint32_t>(best));
+    const float total = over_threads<P>(fold(squares, Add{}), Add{}, shared[1]);
+    const double divisor = static_cast<double>(a.width) - a.correction;
+    const float variance = static_cast<float>(static_cast<double>(total) / (divisor > 0 ? divisor : 0.0));
+    if (thread == 0) put(a, row, a.reduction == Reduction::kStd ? sqrtf(variance) : variance);
+  } else if constexpr (K == Kind::kLogSumExp) {
+    float maxima[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) maxima[i] = -infinity;
+    each([&](int64_t, const float(&values)[V]) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) maxima[i] = fmaxf(maxima[i], values[i]);
+    });
+    float maximum = over_threads<P>(fold(maxima, Max{}), Max{}, shared[0]);
+    if (fabsf(maximum) == infinity) maximum = 0.0f;  // infinities come out as they are
+    float sums[V] = {};
+    each([&](int64_t, const float(&values)[V]) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) sums[i] += exp_for<T>(values[i] - maximum);
+    });
+    const float sum = over_threads<P>(fold(sums, Add{}), Add{}, shared[1]);
+    if (thread == 0) put(a, row, logf(sum) + maximum);
+  } else {
+    // The first of the largest in each place of the thread's vectors; a NaN is taken and kept.
+    const float sign = a.reduction == Reduction::kArgMin ? -1.0f : 1.0f;
+    float best[V];
+    uint32_t vector[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      best[i] = -infinity;
+      vector[i] = static_cast<uint32_t>(thread);
+    }
+    each([&](int64_t v, const float(&values)[V]) {
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const float value = values[i] * sign;
+        if (!(value <= best[i]) && best[i] == best[i]) {
+          best[i] = value;
+          vector[i] = static_cast<uint32_t>(v);
+        }
+      }
+    });
+    unsigned long long key = 0;
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const int64_t index = static_cast<int64_t>(vector[i]) * V + i;
+      const unsigned long long candidate =
+          (static_cast<unsigned long long>(ordered_bits(best[i])) << 32) | ~static_cast<uint32_t>(index);
+      if (index < a.width && candidate > key) key = candidate;
+    }
+    key = over_threads<P>(key, Larger{}, shared_best);
+    if (thread == 0) static_cast<int64_t*>(a.y)[row] = static_cast<int64_t>(~static_cast<uint32_t>(key));
   }
 }
 
 template <class T, Kind K>
 void launch(const RowReduce& a, cudaStream_t stream) {
   const bool aligned = aligned_rows(a.x, a.x_stride, sizeof(T), a.rows);
-  const int64_t vectors = (a.width + kVector<T> - 1) / kVector<T>;
-  if (vectors <= 128) {
-    reduce_rows<T, K, 32><<<blocks_for<32>(a.rows), kBlock<32>, 0, stream>>>(a, aligned);
-  } else if (vectors <= 1024) {
-    reduce_rows<T, K, 128><<<blocks_for<128>(a.rows), kBlock<128>, 0, stream>>>(a, aligned);
-  } else {
-    reduce_rows<T, K, 1024><<<blocks_for<1024>(a.rows), kBlock<1024>, 0, stream>>>(a, aligned);
-  }
+  with_row_plan<T>(a.width, [&]<int P, int N>() {
+    constexpr int kKept = K == Kind::kVariance || K == Kind::kLogSumExp ? N : 0;
+    reduce_rows<T, K, P, kKept><<<blocks_for<P>(a.rows), kBlock<P>, 0, stream>>>(a, aligned);
+  });
 }
 
 }  // namespace

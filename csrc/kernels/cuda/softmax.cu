@@ -22,11 +22,7 @@ __global__ void __launch_bounds__(kBlock<P>) softmax_rows(Softmax a, bool aligne
 
   // A row that fits is kept in registers as float: first x, then exp(x - maximum) for softmax.
   float held[kHeld][V];
-  const auto read = [&](int64_t v, float(&values)[V]) {
-    const auto pack = load_pack<T>(x, v, a.width, aligned, lowest);
-#pragma unroll
-    for (int i = 0; i < V; ++i) values[i] = widen(pack.item[i]);
-  };
+  const auto read = [&](int64_t v, float(&values)[V]) { widen(load_pack<T>(x, v, a.width, aligned, lowest), values); };
   const auto each = [&](const auto& body) {
     if constexpr (N > 0) {
 #pragma unroll
@@ -60,7 +56,7 @@ __global__ void __launch_bounds__(kBlock<P>) softmax_rows(Softmax a, bool aligne
   each([&](int64_t, float(&values)[V]) {
 #pragma unroll
     for (int i = 0; i < V; ++i) {
-      const float power = expf(values[i] - maximum);
+      const float power = exp_for<Y>(values[i] - maximum);
       sums[i] += power;
       if (N > 0 && !a.log) values[i] = power;
     }
@@ -68,19 +64,20 @@ __global__ void __launch_bounds__(kBlock<P>) softmax_rows(Softmax a, bool aligne
   const float sum = over_threads<P>(fold(sums, Add{}), Add{}, shared[1]);
   const float scale = a.log ? logf(sum) : 1.0f / sum;
   each([&](int64_t v, float(&values)[V]) {
-    Pack<Y> result[V / kVector<Y> > 0 ? V / kVector<Y> : 1];
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      float value;
-      if (a.log) {
-        value = (values[i] - maximum) - scale;
-      } else {
-        value = (N > 0 ? values[i] : expf(values[i] - maximum)) * scale;
+    for (int j = 0; j < V / kVector<Y>; ++j) {
+      float part[kVector<Y>];
+#pragma unroll
+      for (int i = 0; i < kVector<Y>; ++i) {
+        const float value = values[j * kVector<Y> + i];
+        if (a.log) {
+          part[i] = (value - maximum) - scale;
+        } else {
+          part[i] = (N > 0 ? value : exp_for<Y>(value - maximum)) * scale;
+        }
       }
-      result[i / kVector<Y>].item[i % kVector<Y>] = narrow<Y>(value);
+      store_pack<Y>(y, v * (V / kVector<Y>)+j, a.width, aligned, narrow<Y>(part));
     }
-#pragma unroll
-    for (int j = 0; j < V / kVector<Y>; ++j) store_pack<Y>(y, v * (V / kVector<Y>)+j, a.width, aligned, result[j]);
   });
 }
 
