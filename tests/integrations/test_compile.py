@@ -155,7 +155,8 @@ def test_backward():
 
 
 def test_training_loop():
-    assert_same(*(torch.tensor(train(device)[0]) for device in ("quartz:0", NATIVE)))
+    # The loss is not compiled: own kernels compute it, in another order of sums.
+    torch.testing.assert_close(*(torch.tensor(train(device)[0]) for device in ("quartz:0", NATIVE)))
 
 
 def test_compiled_optimizer_step():
@@ -163,9 +164,9 @@ def test_compiled_optimizer_step():
         (losses, parameters), (expected, references) = (
             train(device, compile_step=True, optimizer=optimizer) for device in ("quartz:0", NATIVE)
         )
-        assert_same(torch.tensor(losses), torch.tensor(expected))
-        if torch.quartz.substrate() == "host":  # else Adam makes steps of the last bits of gradients that are zero
-            assert all(map(torch.equal, parameters, references))
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected))
+        if optimizer is torch.optim.SGD:  # Adam makes whole steps of gradients that are zero but for rounding
+            torch.testing.assert_close(parameters, references)
 
 
 def test_convolution_and_batch_norm():

@@ -1,4 +1,4 @@
-"""Forward, backward and generate of every architecture of the zoo equal the native device."""
+"""Forward, backward and generate of every architecture of the zoo: the values of the native device."""
 
 import model_zoo
 import pytest

@@ -1,4 +1,4 @@
-"""What the Transformers tests compare: named jobs that run on any device, and the reference they must equal.
+"""What the Transformers tests compare: named jobs that run on any device, and the reference they are compared with.
 
 A job is a function of a device name that returns CPU tensors by name. On the host substrate the reference is the same
 job on ``"cpu"``. On the cuda substrate it is the same job on plain ``"cuda"``, in its own process without torch_quartz:
@@ -263,7 +263,11 @@ def _cuda_reference() -> dict[str, tuple[Results, set[str]]]:
 
 
 def compare(name: str, device: str = "quartz") -> None:
-    """Run a job on quartz and assert that it equals its reference, bit for bit where the reference reproduces itself.
+    """Run a job on quartz and assert that it agrees with its reference.
+
+    Tokens and other integers are equal. Floating-point results are close: quartz computes products (and more) with own
+    kernels, whose order of sums is not that of the native device (docs/ops/matmul.md). The distance of a whole tensor
+    counts, since single gradients may cancel to nothing.
 
     Parameters
     ----------
@@ -275,10 +279,30 @@ def compare(name: str, device: str = "quartz") -> None:
     results = jobs()[name](device)
     reference, unstable = expected(name)
     assert results.keys() == reference.keys()
-    different = [key for key in results if key not in unstable and not same_bits(results[key], reference[key])]
-    assert not different, f"{name}: not the bits of the native device: {different}"
+    different = [key for key in results if not _agree(results[key], reference[key], name)]
+    assert not different, f"{name}: not the values of the native device: {different}"
     for key in unstable:
         torch.testing.assert_close(results[key], reference[key])
+
+
+# dtype -> (relative to the norm of the tensor, absolute for each element). Measured: 6e-6 and 2e-2.
+_TOLERANCES = {torch.float32: (5e-5, 1e-8), torch.float64: (5e-5, 1e-8), torch.bfloat16: (6e-2, 1e-6)}
+
+
+def _agree(got: torch.Tensor, reference: torch.Tensor, name: str) -> bool:
+    if not reference.is_floating_point():
+        return same_bits(got, reference)
+    if got.dtype != reference.dtype or got.shape != reference.shape:
+        return False
+    relative, absolute = _TOLERANCES[got.dtype]
+    if name.startswith("train "):
+        relative = 2e-3  # Adam makes whole steps of gradients that are zero but for rounding; measured: 3e-4
+    a, b = got.double(), reference.double()
+    finite = a.isfinite() & b.isfinite()
+    if not ((a == b) | (a.isnan() & b.isnan()))[~finite].all():
+        return False
+    distance, norm = (a - b)[finite].norm(), b[finite].norm()
+    return bool(distance <= relative * norm + absolute * finite.sum().sqrt())
 
 
 def main() -> None:

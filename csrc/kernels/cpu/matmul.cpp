@@ -118,6 +118,7 @@ class Worker {
 
  private:
   static constexpr int kWord = kPerWord<T>, kWidth = A::kWidth;
+  static constexpr bool kNative = kWord == 2 && kWidth == 1;  // by vdpbf16ps: its companions are there too
   static constexpr int64_t kChainWords = kChain / kWord;
   static constexpr int64_t kGroup = 24;  // row blocks whose packed x and sums stay in L2 with a tile of w
 
@@ -252,9 +253,9 @@ class Worker {
     const T* bias = p.bias == nullptr ? nullptr : p.bias + row * a_.bias_strides.row + column * a_.bias_strides.column;
     const int64_t at = row * strides.row + column * strides.column;
     if (std::is_same_v<T, float> || a_.out_dtype == DType::kFloat32) {
-      emit(a_, sums, pitch, rows, columns, bias, reinterpret_cast<float*>(p.out) + at);
+      emit<kNative>(a_, sums, pitch, rows, columns, bias, reinterpret_cast<float*>(p.out) + at);
     } else {
-      emit(a_, sums, pitch, rows, columns, bias, reinterpret_cast<T*>(p.out) + at);
+      emit<kNative>(a_, sums, pitch, rows, columns, bias, reinterpret_cast<T*>(p.out) + at);
     }
   }
 

@@ -1,6 +1,8 @@
 // From the sums of a product to its results: scale, bias, activation, one rounding.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/cpu/simd.h"
 #include "kernels/matmul.h"
 
@@ -49,13 +51,41 @@ QUARTZ_INLINE Vec activate(Vec v, Activation activation) {
   }
 }
 
+// A result, rounded: every NaN as the same one. With kNative bfloat16 is rounded by the processor's instruction, which
+// takes subnormal numbers for zero; where they are flushed anyway that makes no difference.
+template <bool kNative, class O>
+QUARTZ_INLINE void store_result(O* to, Vec16 value, int64_t count) {
+  QUARTZ_PARTS value.part[i] = select(is_nan(value.part[i]), broadcast(float_of_bits(kQuietNan)), value.part[i]);
+#if defined(__AVX512BF16__)
+  if constexpr (kNative && std::is_same_v<O, BFloat16>) {
+    const auto rounded = (__m256i)_mm512_cvtneps_pbh(value.part[0]);
+    if (count >= 16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+    } else {
+      _mm256_mask_storeu_epi16(to, first(count), rounded);
+    }
+    return;
+  }
+#endif
+  store16(to, value, count);
+}
+
 // `rows` x `columns` sums, `pitch` floats apart, to out; T is the type of bias, O of out, both at the first element.
-template <class T, class O>
+template <bool kNative, class T, class O>
 void emit(const Matmul& a, const float* sums, int64_t pitch, int64_t rows, int64_t columns, const T* bias, O* out) {
   const auto &bias_strides = a.bias_strides, &out_strides = a.out_strides;
   const bool scaled = a.alpha != 1.0f, active = a.activation != Activation::kNone;
   const Vec16 alpha = broadcast16(a.alpha), beta = broadcast16(a.beta);
-  const Vec nan = broadcast(float_of_bits(kQuietNan));
+  if (!scaled && !active && bias == nullptr && out_strides.column == 1) {
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* from = sums + row * pitch;
+      O* to = out + row * out_strides.row;
+      int64_t column = 0;
+      for (; column + 16 <= columns; column += 16) store_result<kNative>(to + column, load16(from + column), 16);
+      if (column < columns) store_result<kNative>(to + column, load16(from + column), columns - column);
+    }
+    return;
+  }
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t column = 0; column < columns; column += 16) {
       const int64_t n = columns - column, most = n < 16 ? n : 16;
@@ -78,13 +108,12 @@ void emit(const Matmul& a, const float* sums, int64_t pitch, int64_t rows, int64
       if (active) {
         QUARTZ_PARTS value.part[i] = activate(value.part[i], a.activation);
       }
-      QUARTZ_PARTS value.part[i] = select(is_nan(value.part[i]), nan, value.part[i]);
       O* to = out + row * out_strides.row + column * out_strides.column;
       if (out_strides.column == 1) {
-        store16(to, value, n);
+        store_result<kNative>(to, value, n);
       } else {
         O buffer[16];
-        store16(buffer, value);
+        store_result<kNative>(buffer, value, 16);
         for (int64_t i = 0; i < most; ++i) to[i * out_strides.column] = buffer[i];
       }
     }
