@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "aten/kernel_support.h"
+#include "aten/moe_experts_cuda.h"
 #include "aten/operators.h"
 #include "aten/parallel.h"
 #include "kernels/matmul.h"
@@ -164,7 +165,18 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& ids, const at::Ten
   const c10::DeviceGuard guard(x.device());
   auto y = at::empty({layer.tokens, layer.hidden}, x.options());
   if (y.numel() == 0) return y;
-  TORCH_CHECK_NOT_IMPLEMENTED(!on_gpu(x), kOp, ": GPU memory is not served yet; use Transformers' grouped_mm experts");
+#if QUARTZ_WITH_CUDA
+  if (on_gpu(x)) {
+    const MoeGateOptions options{gate.activation, gated,      interleaved,   transposed,
+                                 gate.alpha,      gate.limit, gate.up_offset};
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        moe_experts_on_gpu(x, ids, weights, up, down, first_bias, second_bias, options, y), kOp,
+        ": on a GPU, float16 or bfloat16, gated by silu, gelu_tanh or relu, sizes that are multiples of 64 and "
+        "contiguous "
+        "weights (alternating gates exactly if transposed) are served; use Transformers' grouped_mm experts");
+    return y;
+  }
+#endif
 
   const auto dense = x.stride(1) == 1 || layer.hidden == 1 ? x : x.contiguous();
   const auto long_ids = ids.to(at::kLong).contiguous(), float_weights = weights.to(at::kFloat).contiguous();

@@ -17,6 +17,7 @@ enum class Activation : uint8_t {
   kSilu,       // v sigmoid(v)
   kGeluTanh,   // v sigmoid(2 sqrt(2 / pi) (v + 0.044715 v^3)), which is torch's gelu(approximate="tanh")
   kGeluQuick,  // v sigmoid(1.702 v)
+  kGelu,       // v (1 + erf(v / sqrt(2))) / 2
 };
 
 struct Matmul {
@@ -45,5 +46,13 @@ struct Matmul {
 // False, with nothing launched, for a combination of types that is not served. Throws std::runtime_error if CUDA
 // refuses the launch.
 bool matmul(const Matmul& a);
+
+// Products of groups of rows: rows offsets[g - 1] (0 for the first) to offsets[g] of x with the matrix g of w. `batch`
+// is the number of groups, `m` the rows of x; offsets are ascending, in the memory of the GPU, and not read by the
+// host. Rows beyond the last offset are not written. The workspace is for matmul_grouped_workspace(a) bytes; -1: not
+// served (16-bit types, no bias, alpha or activation, k a multiple of 64, n of 8, rows of out n apart, aligned
+// operands, x with adjacent k, at most 1024 groups, w with its rows or columns adjacent and without gaps).
+int64_t matmul_grouped_workspace(const Matmul& a);
+void matmul_grouped(const Matmul& a, const int32_t* offsets, void* workspace);
 
 }  // namespace quartz::kernels::cuda

@@ -134,7 +134,7 @@ QUARTZ_DEVICE void multicast_3d(uint32_t to, const CUtensorMap& map, int c0, int
       "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(barrier), "h"(blocks), "l"(policy)
       : "memory");
 }
-// Shared to global, what lies outside is not written; finished by commit_stores and wait_stores_*.
+// Shared to global, what lies outside is not written; finished by commit_stores and wait_stores_read.
 QUARTZ_DEVICE void store_3d(const CUtensorMap& map, int c0, int c1, int c2, uint32_t from) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%1,%2,%3}], [%4];" ::"l"(&map), "r"(c0),
                "r"(c1), "r"(c2), "r"(from)
@@ -145,7 +145,6 @@ template <int kPending>
 QUARTZ_DEVICE void wait_stores_read() {  // all but the last kPending groups have been read from shared memory
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-QUARTZ_DEVICE void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Writes of this thread to shared memory become visible to the copy engine and to wgmma.
 QUARTZ_DEVICE void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -153,6 +152,9 @@ QUARTZ_DEVICE void fence_shared_writes() { asm volatile("fence.proxy.async.share
 // ---- blocks, warps, clusters --------------------------------------------------------------------------------------
 QUARTZ_DEVICE void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+QUARTZ_DEVICE void named_barrier_arrive(int id, int threads) {  // without waiting
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 QUARTZ_DEVICE uint32_t cluster_rank() {
   uint32_t rank;

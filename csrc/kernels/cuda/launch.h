@@ -33,10 +33,12 @@ struct LaunchShape {
   dim3 grid;
   int threads, shared_bytes;
   int cluster_x = 1, cluster_y = 1;
+  // Programmatic dependent launch: the kernel may start before the one before it has ended, and must call
+  // wait_for_previous_kernel before it touches what that may have written. It pays where something can be read before
+  // that; otherwise the plain launch is faster.
+  bool early = false;
 };
 
-// With programmatic dependent launch always: the kernel must call wait_for_previous_kernel before it touches what
-// kernels before it may have written.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), const LaunchShape& shape, void* stream, const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
@@ -45,13 +47,15 @@ void launch(void (*kernel)(Parameters...), const LaunchShape& shape, void* strea
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[2];
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  config.numAttrs = 1;
+  if (shape.early) {
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+  }
   if (shape.cluster_x * shape.cluster_y > 1) {
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {static_cast<unsigned>(shape.cluster_x), static_cast<unsigned>(shape.cluster_y), 1};
-    config.numAttrs = 2;
+    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(shape.cluster_x), static_cast<unsigned>(shape.cluster_y), 1};
   }
   config.attrs = attributes;
   check(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...), "launch of a quartz kernel");

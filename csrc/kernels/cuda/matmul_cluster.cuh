@@ -43,6 +43,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
   if (warp == 4) {
     if (lane == 0) {
+      prefetch_map(x_map);
       const uint64_t once = evict_first_policy(), again = evict_last_policy();
       uint16_t column = 0, row = 0;  // the blocks that share this block's w, and its x
       for (int i = 0; i < kDown; ++i) column |= 1 << (across + kAcross * i);
@@ -106,15 +107,8 @@ __global__ void __launch_bounds__(Tile::kThreads)
       previous = ring.stage;
     }
     wgmma_wait<0>();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int m = m0 + warp * 16 + (lane >> 2) + 8 * h;
-      if (m >= p.m) continue;
-      const Row<T, false> out(p, batch, m);
-#pragma unroll
-      for (int j = 0; j < Tile::kW / 8; ++j)
-        out.put_pair(n0 + j * 8 + (lane & 3) * 2, d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
-    }
+    finish_sums<T, Tile::kW, false>(p, batch, m0, n0, d);
+    store_sums_directly<T, Tile::kW>(p, batch, m0, min(64, p.m - m0), n0, d);
   }
   // No block may leave while others can still copy to it or arrive at its barriers.
   __syncwarp();
@@ -135,7 +129,7 @@ void run_cluster(const Matmul& a) {
   };
   launch(cluster_kernel<Tile>,
          {dim3(whole(a.n, Tile::kW, Tile::kAcross), whole(a.m, Tile::kX, Tile::kDown), static_cast<unsigned>(a.batch)),
-          Tile::kThreads, Tile::kBytes, Tile::kAcross, Tile::kDown},
+          Tile::kThreads, Tile::kBytes, Tile::kAcross, Tile::kDown, a.frozen_weights},
          a.stream, map(a.x, a.m, a.x_row, a.x_batch, Tile::kX / Tile::kAcross),
          map(a.w, a.n, a.w_row, a.w_batch, Tile::kW / Tile::kDown), product_of(a));
 }

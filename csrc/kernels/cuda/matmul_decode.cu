@@ -15,8 +15,7 @@ void narrow(const Matmul& a) {
   if (fits(32)) return run_decode<DecodeTile<T, false, 32, kX, kHalf ? 6 : 4, 4>>(a);
   if (fits(40)) return run_decode<DecodeTile<T, false, 40, kX, kHalf ? 6 : 4, 4>>(a);
   if (fits(48)) return run_decode<DecodeTile<T, false, 48, kX, kHalf ? 5 : 7, kHalf ? 4 : 2>>(a);
-  if (fits(96)) return run_decode<DecodeTile<T, false, 96, kX, kHalf ? 6 : 5, 2>>(a);
-  run_decode<DecodeTile<T, false, 192, kX, kHalf ? 7 : 6, 1>>(a);
+  run_decode<DecodeTile<T, false, 96, kX, kHalf ? 6 : 5, 2>>(a);
 }
 
 template <class T>

@@ -50,12 +50,14 @@ __global__ void __launch_bounds__(Tile::kThreads)
     int batch, m, n;  // of the first element
   };
   const auto position = [&](int tile) {
+    if (m_tiles == 1 && p.batch == 1) return Position{0, 0, tile * Tile::kW};
     const int column = tile / m_tiles;
     return Position{column / n_tiles, (tile - column * m_tiles) * Tile::kX, column % n_tiles * Tile::kW};
   };
 
   if (warp == 4) {
     if (lane != 0) return;
+    prefetch_map(x_map);
     const uint64_t once = evict_first_policy(), again = evict_last_policy();
     // kBlocks blocks of 64 k: one box if k is a multiple of 64, else a box each.
     const auto copy = [&](uint32_t to, int bytes, const CUtensorMap& map, int row, int step, int batch,
@@ -121,27 +123,28 @@ __global__ void __launch_bounds__(Tile::kThreads)
     if (threadIdx.x == 0) barrier_arrive(ring.empty + 8 * previous);
 
     const Position at = position(tile);
-    const int row = warp * 16 + (lane >> 2), pair = (lane & 3) * 2;
-    if constexpr (Tile::kSwap) {  // rows of d are n, its columns m
+    if constexpr (!Tile::kSwap) {
+      finish_sums<T, Tile::kW, Tile::kActivate>(p, at.batch, at.m, at.n, d);
+      store_sums_directly<T, Tile::kW>(p, at.batch, at.m, min(Tile::kX, p.m - at.m), at.n, d);
+      continue;
+    }
+    // Rows of d are n, its columns m.
+    const LaneRows of_lane;
+    const int n = at.n + of_lane.row;
 #pragma unroll
-      for (int j = 0; j < Tile::kX / 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int m = at.m + j * 8 + pair + e;
-          if (m >= p.m) continue;
-          const Row<T, Tile::kActivate> out(p, at.batch, m);
-          out.put(at.n + row, d[4 * j + e]);
-          out.put(at.n + row + 8, d[4 * j + 2 + e]);
-        }
-    } else {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int m = row + 8 * h;
-        if (m >= Tile::kX || at.m + m >= p.m) continue;
-        const Row<T, Tile::kActivate> out(p, at.batch, at.m + m);
-#pragma unroll
-        for (int j = 0; j < Tile::kW / 8; ++j)
-          out.put_pair(at.n + j * 8 + pair, d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
+    for (int j = 0; j < Tile::kX / 4; ++j) {
+      const int m = at.m + of_lane.column + j / 2 * 8 + j % 2;
+      if (m >= p.m) continue;
+      const float first = d[j / 2 * 4 + j % 2], second = d[j / 2 * 4 + j % 2 + 2];  // columns n and n + 8
+      if (p.plain && !p.out_float && p.activation == Activation::kNone) {
+        uint16_t* const out = static_cast<uint16_t*>(p.out) + at.batch * p.out_batch + m * p.out_row + n;
+        const uint32_t bits = pack<T>(first + 0.0f, second + 0.0f);
+        if (n < p.n) out[0] = static_cast<uint16_t>(bits);
+        if (n + 8 < p.n) out[8] = static_cast<uint16_t>(bits >> 16);
+      } else {
+        const Row<T, Tile::kActivate> out(p, at.batch, m);
+        out.put(n, first);
+        out.put(n + 8, second);
       }
     }
   }
@@ -164,7 +167,7 @@ void run_decode(const Matmul& a) {
   allow_shared_bytes(decode_kernel<Tile>, Tile::kBytes, allowed);
   const int64_t tiles = (a.m + Tile::kX - 1) / Tile::kX * ((a.n + Tile::kW - 1) / Tile::kW) * a.batch;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors()));
-  launch(decode_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes}, a.stream,
+  launch(decode_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, a.frozen_weights}, a.stream,
          decode_map(a.x, a.dtype, a.batch, a.m, a.k, a.x_batch, a.x_row, Tile::kX, Tile::kBlocks),
          decode_map(a.w, a.dtype, a.batch, a.n, a.k, a.w_batch, a.w_row, Tile::kW, Tile::kBlocks), product_of(a));
 }

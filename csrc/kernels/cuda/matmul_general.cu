@@ -95,7 +95,9 @@ __global__ void __launch_bounds__(kThreads) general_kernel(Strides x, Strides w,
           first = j == q ? d[i][q][2 * h] : first;
           second = j == q ? d[i][q][2 * h + 1] : second;
         }
-        out.put_pair(n0 + (warp >> 1) * 32 + 8 * j + pair, first, second);
+        const int64_t n = n0 + (warp >> 1) * 32 + 8 * j + pair;
+        out.put(n, first);
+        out.put(n + 1, second);
       }
     }
 }

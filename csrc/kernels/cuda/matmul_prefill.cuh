@@ -12,33 +12,13 @@ namespace quartz::kernels::cuda {
 
 constexpr int kStoreBytes = 64 * 128;  // a warpgroup stores 64 rows of at most 128 bytes at a time
 
-// Columns stored at a time: 128 bytes, or 64 where the tile is no multiple of that.
+// Columns stored at a time: 128 bytes, or 64 where the tile is no multiple of that; 0: narrow tiles go straight from
+// the registers.
 template <class Out, int kN>
-constexpr int kStoreColumns = sizeof(Out) == 4 ? 32
-                              : kN % 64 == 0   ? 64
-                                               : 32;
-
-// alpha, bias and activation, on the sums of a warpgroup: 64 rows from m0, kN columns from n0.
-template <class T, int kN, bool kActivate>
-QUARTZ_DEVICE void finish_sums(const Product& p, int batch, int m0, int n0, float (&d)[kN / 2]) {
-  if (p.bias == nullptr && !kActivate && p.alpha == 1.0f) {
-#pragma unroll
-    for (int j = 0; j < kN / 2; ++j) d[j] = __fadd_rn(d[j], 0.0f);
-    return;
-  }
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const Row<T, kActivate> row(p, batch, min(m0 + warp * 16 + (lane >> 2) + 8 * h, p.m - 1));
-#pragma unroll
-    for (int j = 0; j < kN / 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& value = d[4 * j + 2 * h + e];
-        value = row.finish(min(n0 + j * 8 + (lane & 3) * 2 + e, p.n - 1), value);
-      }
-  }
-}
+constexpr int kStoreColumns = kN % 32 != 0       ? 0
+                              : sizeof(Out) == 4 ? 32
+                              : kN % 64 == 0     ? 64
+                                                 : 32;
 
 // Through the warpgroup's two buffers in shared memory, laid out as the map of the output says (swizzled), by the copy
 // engine, or by plain stores where it cannot.
@@ -100,18 +80,18 @@ QUARTZ_DEVICE void store_sums(const Product& p, const CUtensorMap& out_map, int 
 }
 
 template <class T_, int kN_, int kStages_, Major kXMajor_ = Major::kK, Major kWMajor_ = Major::kK,
-          bool kActivate_ = false>
+          bool kActivate_ = false, int kSkew_ = 0>
 struct PrefillTile {
   using T = T_;
   static constexpr int kM = 128, kN = kN_, kStages = kStages_;
   static constexpr Major kXMajor = kXMajor_, kWMajor = kWMajor_;
   static constexpr bool kActivate = kActivate_;
+  static constexpr int kSkew = kSkew_;
   static constexpr int kXBytes = kM * kSwizzleRow, kWBytes = kN * kSwizzleRow, kStageBytes = kXBytes + kWBytes;
   static constexpr int kStores = kStages * kStageBytes;  // two buffers for each warpgroup
   static constexpr int kBarriers = kStores + 4 * kStoreBytes;
   static constexpr int kBytes = kBarriers + 16 * kStages + 1024;
   static constexpr int kThreads = 384;
-  static constexpr int kGroup = 8;  // rows of tiles that are worked on together, so that w is read from the cache
   static_assert(kBytes <= kSharedBytes && (kWMajor == Major::kK || kN % 64 == 0));
 };
 
@@ -136,14 +116,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const auto position = [&](int64_t tile) {
     const int of_batch = m_tiles * n_tiles;
     const int batch = static_cast<int>(tile / of_batch), t = static_cast<int>(tile - int64_t{batch} * of_batch);
-    const int group = t / (Tile::kGroup * n_tiles), rest = t - group * Tile::kGroup * n_tiles;
-    const int rows = min(Tile::kGroup, m_tiles - group * Tile::kGroup);
-    return Position{batch, (group * Tile::kGroup + rest % rows) * kM, rest / rows * kN};
+    const int group = t / (p.row_group * n_tiles), rest = t - group * p.row_group * n_tiles;
+    const int rows = min(p.row_group, m_tiles - group * p.row_group);
+    return Position{batch, (group * p.row_group + rest % rows) * kM, rest / rows * kN};
   };
 
   if (warp < 4) {
     give_registers<24>();
     if (threadIdx.x != 0) return;
+    prefetch_map(x_map);
     const auto copy_x = [&](const Position& at, int block, int stage) {
       const uint32_t to = base + stage * Tile::kStageBytes, full = ring.full + 8 * stage;
       const int batch = at.batch * p.x_batched;
@@ -191,6 +172,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     float d[kN / 2];
     int previous = 0;
     for (int block = 0; block < p.k_blocks; ++block, ring.next()) {
+      if (Tile::kSkew > 0 && tile == blockIdx.x) skew_warpgroups<Tile::kSkew>(group, block, p.k_blocks);
       barrier_wait(ring.full_barrier(), ring.parity);
       const uint32_t x = base + ring.stage * Tile::kStageBytes;
       const uint64_t a = Operand<Tile::kXMajor>::descriptor(x + group * 8192);
@@ -213,19 +195,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const Position at = position(tile);
     const int m0 = at.m + group * 64;
     finish_sums<T, kN, Tile::kActivate>(p, at.batch, m0, at.n, d);
-    if (p.out_float)
+    if constexpr (kStoreColumns<T, kN> == 0)
+      store_sums_directly<T, kN>(p, at.batch, m0, min(64, p.m - m0), at.n, d);
+    else if (p.out_float)
       store_sums<T, float, kN>(p, out_map, at.batch, m0, at.n, d, buffers, buffer, 1 + group);
     else
       store_sums<T, T, kN>(p, out_map, at.batch, m0, at.n, d, buffers, buffer, 1 + group);
   }
-  if (leader) wait_stores();
+  if (leader) wait_stores_read<0>();  // the memory is read; the end of the kernel waits for the writes
 }
 
 template <class Tile>
 void run_prefill(const Matmul& a) {
   static std::atomic<uint64_t> allowed{0};
   allow_shared_bytes(prefill_kernel<Tile>, Tile::kBytes, allowed);
-  const Product p = product_of(a);
+  Product p = product_of(a);
+  p.row_group = a.m >= 8192 ? 16 : 8;
   const auto map = [&](const void* data, Major major, int64_t rows, int64_t row, int64_t k, int64_t batch_stride,
                        int box) {
     const bool batched = a.batch > 1 && batch_stride != 0;
@@ -237,13 +222,14 @@ void run_prefill(const Matmul& a) {
   const CUtensorMap w = map(a.w, Tile::kWMajor, a.n, a.w_row, a.w_k, a.w_batch, Tile::kN);
   const int columns = p.out_float ? kStoreColumns<float, Tile::kN> : kStoreColumns<typename Tile::T, Tile::kN>;
   const CUtensorMap out =
-      p.copy_stores
+      p.copy_stores && columns > 0
           ? tensor_map(a.out, a.out_dtype,
                        {{a.n, 1, columns}, {a.m, a.out_row, 64}, {a.batch, a.batch > 1 ? a.out_batch : 64, 1}})
           : x;  // not used
   const int64_t tiles = (a.m + Tile::kM - 1) / Tile::kM * ((a.n + Tile::kN - 1) / Tile::kN) * a.batch;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors()));
-  launch(prefill_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes}, a.stream, x, w, out, p);
+  launch(prefill_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, a.frozen_weights}, a.stream, x, w, out,
+         p);
 }
 
 }  // namespace quartz::kernels::cuda

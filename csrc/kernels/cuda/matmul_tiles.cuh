@@ -16,11 +16,13 @@ struct Product {
   int64_t out_batch, out_row, bias_batch, bias_row;
   int m, n, batch;
   int k_blocks;              // of 64; the last may be partial
+  int row_group;             // prefill: rows of tiles worked on together, so that both operands are read from the cache
   int x_batched, w_batched;  // 0: one matrix for every batch
   float alpha, beta;
   Activation activation;
   bool out_float, bias_float;
-  bool pairs;         // two neighbours of a row can be stored at once
+  bool plain;         // neither bias nor alpha
+  bool pairs;         // two neighbours of a row can be stored at once, and n is even
   bool copy_stores;   // the copy engine can store whole tiles
   bool whole_blocks;  // k is a multiple of 64
   bool frozen_weights;
@@ -48,7 +50,8 @@ inline Product product_of(const Matmul& a) {
   p.out_float = a.out_dtype == DType::kFloat32;
   p.bias_float = a.bias_dtype == DType::kFloat32;
   const bool one_batch = a.batch == 1;
-  p.pairs = address % (2 * out_bytes) == 0 && a.out_row % 2 == 0 && (one_batch || a.out_batch % 2 == 0);
+  p.plain = a.bias == nullptr && a.alpha == 1.0f;
+  p.pairs = a.n % 2 == 0 && address % (2 * out_bytes) == 0 && a.out_row % 2 == 0 && (one_batch || a.out_batch % 2 == 0);
   const int64_t unit = 16 / out_bytes;
   p.copy_stores = address % 16 == 0 && a.out_row % unit == 0 && (one_batch || a.out_batch % unit == 0);
   p.whole_blocks = a.k % 64 == 0;
@@ -63,6 +66,8 @@ QUARTZ_DEVICE float activate(Activation activation, float v) {
       return v < 0.0f ? 0.0f : v;  // NaN stays
     case Activation::kSilu:
       return sigmoid_product(v, v);
+    case Activation::kGelu:
+      return 0.5f * v * (1.0f + erff(v * 0x1.6a09e6p-1f));
     case Activation::kGeluTanh:
       return sigmoid_product(v, 0x1.988454p+0f * (v + 0.044715f * (v * v * v)));
     case Activation::kGeluQuick:
@@ -72,7 +77,7 @@ QUARTZ_DEVICE float activate(Activation activation, float v) {
   }
 }
 
-// The rest of one row of the output. `T` is the type of x and w.
+// Element by element, for kernels that are not about speed. `T` is the type of x and w.
 template <class T, bool kActivate>
 class Row {
  public:
@@ -100,23 +105,90 @@ class Row {
       static_cast<uint16_t*>(p_.out)[out_ + column] = bits;
     }
   }
-  // Two neighbours, `column` even.
-  QUARTZ_DEVICE void put_pair(int64_t column, float first, float second) const {
-    if (!p_.pairs || column + 1 >= p_.n) {
-      put(column, first);
-      put(column + 1, second);
-      return;
-    }
-    const float a = finish(column, first), b = finish(column + 1, second);
-    if (p_.out_float)
-      *reinterpret_cast<float2*>(static_cast<float*>(p_.out) + out_ + column) = make_float2(a, b);
-    else
-      *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p_.out) + out_ + column) = pack<T>(a, b);
-  }
 
  private:
   const Product& p_;
   int64_t out_, bias_;
 };
+
+// The sums of a warpgroup lie as wgmma leaves them: 64 rows from `m0`, kN columns from `n0`. Straight code runs once a
+// tile, from a cold instruction cache: what is usual must be short, so every choice is made outside of the loops.
+struct LaneRows {
+  int row, column;  // of the tile: rows row and row + 8, columns column, column + 1, column + 8, ...
+  QUARTZ_DEVICE LaneRows()
+      : row(static_cast<int>(threadIdx.x >> 5 & 3) * 16 + static_cast<int>(threadIdx.x & 31) / 4),
+        column(static_cast<int>(threadIdx.x & 3) * 2) {}
+};
+
+template <class Bias, int kN>
+QUARTZ_DEVICE void add_bias(const Product& p, int batch, int m0, int n0, float (&d)[kN / 2]) {
+  const LaneRows lane;
+  const int left = p.n - n0 - lane.column;  // columns
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int64_t row = min(m0 + lane.row + 8 * h, p.m - 1);
+    const Bias* const bias =
+        static_cast<const Bias*>(p.bias) + batch * p.bias_batch + row * p.bias_row + n0 + lane.column;
+#pragma unroll
+    for (int j = 0; j < kN / 4; ++j) {
+      const int column = j / 2 * 8 + j % 2;
+      float& v = d[j / 2 * 4 + 2 * h + j % 2];
+      if (column < left) v = __fadd_rn(__fmul_rn(p.alpha, v), __fmul_rn(p.beta, to_float(bias[column])));
+    }
+  }
+}
+
+// alpha, bias and activation.
+template <class T, int kN, bool kActivate>
+QUARTZ_DEVICE void finish_sums(const Product& p, int batch, int m0, int n0, float (&d)[kN / 2]) {
+  // A zero is +0: whether the chain was continued over zeros beyond k must not show.
+#pragma unroll
+  for (int j = 0; j < kN / 2; ++j) d[j] = __fadd_rn(d[j], 0.0f);
+  if (!p.plain) {
+    if (p.bias == nullptr) {
+#pragma unroll
+      for (int j = 0; j < kN / 2; ++j) d[j] = __fmul_rn(p.alpha, d[j]);
+    } else if (p.bias_float) {
+      add_bias<float, kN>(p, batch, m0, n0, d);
+    } else {
+      add_bias<T, kN>(p, batch, m0, n0, d);
+    }
+  }
+  if constexpr (kActivate) {
+#pragma unroll
+    for (int j = 0; j < kN / 2; ++j) d[j] = activate(p.activation, d[j]);
+  }
+}
+
+// Straight from the registers; rows from `rows` on are not there.
+template <class T, int kN>
+QUARTZ_DEVICE void store_sums_directly(const Product& p, int batch, int m0, int rows, int n0,
+                                       const float (&d)[kN / 2]) {
+  const LaneRows lane;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int row = lane.row + 8 * h, n = p.n - n0 - lane.column;  // columns that are left
+    if (row >= rows) continue;
+    const int64_t at = batch * p.out_batch + int64_t{m0 + row} * p.out_row + n0 + lane.column;
+    if (p.pairs && !p.out_float) {
+      uint16_t* const out = static_cast<uint16_t*>(p.out) + at;
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j)
+        if (8 * j < n) *reinterpret_cast<uint32_t*>(out + 8 * j) = pack<T>(d[4 * j + 2 * h], d[4 * j + 2 * h + 1]);
+    } else if (p.out_float) {
+      float* const out = static_cast<float*>(p.out) + at;
+#pragma unroll
+      for (int j = 0; j < kN / 4; ++j)
+        if (j / 2 * 8 + j % 2 < n) out[j / 2 * 8 + j % 2] = d[j / 2 * 4 + 2 * h + j % 2];
+    } else {
+      uint16_t* const out = static_cast<uint16_t*>(p.out) + at;
+#pragma unroll
+      for (int j = 0; j < kN / 4; ++j) {
+        const float v = d[j / 2 * 4 + 2 * h + j % 2];
+        if (j / 2 * 8 + j % 2 < n) out[j / 2 * 8 + j % 2] = static_cast<uint16_t>(pack<T>(v, v));
+      }
+    }
+  }
+}
 
 }  // namespace quartz::kernels::cuda

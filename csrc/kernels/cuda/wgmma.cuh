@@ -148,4 +148,15 @@ QUARTZ_WGMMA(256, 128, 128, 129, 130, 131, 132)
 #undef QUARTZ_WGMMA_ASM
 #undef QUARTZ_FLOATS
 
+// Two warpgroups that multiply in step would also store in step, with nothing to multiply meanwhile. The second starts
+// its first tile kSkew blocks after the first one, and they stay apart by that: stores of one run under products of the
+// other. Called before each block of k of a warpgroup's first tile.
+template <int kSkew>
+QUARTZ_DEVICE void skew_warpgroups(int group, int block, int blocks) {
+  constexpr int kBarrier = 3;
+  if constexpr (kSkew == 0) return;
+  if (group == 0 && block == min(kSkew, blocks - 1)) named_barrier_arrive(kBarrier, 256);
+  if (group == 1 && block == 0) named_barrier(kBarrier, 256);
+}
+
 }  // namespace quartz::kernels::cuda

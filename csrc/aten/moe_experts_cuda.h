@@ -1,0 +1,21 @@
+// quartz::moe_experts on a GPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "kernels/moe_experts.h"
+
+namespace quartz {
+
+struct MoeGateOptions {
+  kernels::GateActivation activation;
+  bool gated, interleaved, transposed;
+  float alpha, limit, up_offset;
+};
+
+// False, with nothing written to y, for what the kernels do not serve. Shapes and dtypes are checked.
+bool moe_experts_on_gpu(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights, const at::Tensor& up,
+                        const at::Tensor& down, const at::Tensor& up_bias, const at::Tensor& down_bias,
+                        const MoeGateOptions& gate, const at::Tensor& y);
+
+}  // namespace quartz
