@@ -60,6 +60,14 @@ def test_values(name, dtype, shape):
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance * scale)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_probabilities_near_zero_keep_the_digits(dtype):
+    x = (torch.randn(2000, 5) * 5).to(dtype)
+    want = x.double().log_softmax(-1)
+    tolerance = 4e-3 if dtype == torch.bfloat16 else 5e-4
+    torch.testing.assert_close(x.to("quartz").log_softmax(-1).cpu().double(), want, rtol=tolerance, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_an_own_kernel_serves_the_last_dimension_only(name):
     x = torch.randn(4, 6, device="quartz")
