@@ -43,7 +43,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
   if (warp == 4) {
     if (lane == 0) {
-      prefetch_map(x_map);
       const uint64_t once = evict_first_policy(), again = evict_last_policy();
       uint16_t column = 0, row = 0;  // the blocks that share this block's w, and its x
       for (int i = 0; i < kDown; ++i) column |= 1 << (across + kAcross * i);
@@ -72,7 +71,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
       const int fill = min(steps, kStages);
       if (!p.frozen_weights) wait_for_previous_kernel();
       for (int i = 0; i < fill; ++i) copy_w(i, i);
-      if (p.frozen_weights) wait_for_previous_kernel();
+      if (p.frozen_weights) {
+        prefetch_map(x_map);
+        wait_for_previous_kernel();
+      }
       int step = 0;
       for (; step < fill; ++step, ring.next()) copy_x(step, step);
       for (; step < steps; ++step, ring.next()) {

@@ -57,7 +57,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
   if (warp == 4) {
     if (lane != 0) return;
-    prefetch_map(x_map);
     const uint64_t once = evict_first_policy(), again = evict_last_policy();
     // kBlocks blocks of 64 k: one box if k is a multiple of 64, else a box each.
     const auto copy = [&](uint32_t to, int bytes, const CUtensorMap& map, int row, int step, int batch,
@@ -85,7 +84,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
         const int fill = min(steps, kStages);
         if (!p.frozen_weights) wait_for_previous_kernel();
         for (int i = 0; i < fill; ++i) copy_w(at, i, i);
-        if (p.frozen_weights) wait_for_previous_kernel();
+        if (p.frozen_weights) {
+          prefetch_map(x_map);
+          wait_for_previous_kernel();
+        }
         for (; step < fill; ++step, ring.next()) copy_x(at, step, step);
       }
       for (; step < steps; ++step, ring.next()) {

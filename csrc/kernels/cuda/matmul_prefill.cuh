@@ -124,7 +124,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warp < 4) {
     give_registers<24>();
     if (threadIdx.x != 0) return;
-    prefetch_map(x_map);
     const auto copy_x = [&](const Position& at, int block, int stage) {
       const uint32_t to = base + stage * Tile::kStageBytes, full = ring.full + 8 * stage;
       const int batch = at.batch * p.x_batched;
@@ -151,7 +150,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         const int fill = min(p.k_blocks, kStages);
         if (!p.frozen_weights) wait_for_previous_kernel();
         for (int i = 0; i < fill; ++i) copy_w(at, i, i);
-        if (p.frozen_weights) wait_for_previous_kernel();
+        if (p.frozen_weights) {
+          prefetch_map(x_map);
+          wait_for_previous_kernel();
+        }
         for (; block < fill; ++block, ring.next()) copy_x(at, block, block);
       }
       for (; block < p.k_blocks; ++block, ring.next()) {

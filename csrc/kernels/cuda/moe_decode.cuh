@@ -146,7 +146,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
 
   if (warp == 4) {
     if (lane != 0) return;
-    prefetch_map(x_map);
     const uint64_t once = evict_first_policy(), again = evict_last_policy();
     const auto copy_w = [&](int expert, int panel, int step, int stage) {
       const uint32_t full = ring.full + 8 * stage;
@@ -182,7 +181,10 @@ __global__ void __launch_bounds__(Tile::kThreads)
         const int fill = min(steps, kStages);
         if (!kUp && !p.frozen_weights) wait_for_previous_kernel();
         for (int i = 0; i < fill; ++i) copy_w(tile.expert, panel, i, i);
-        if (!kUp) wait_for_previous_kernel();
+        if (!kUp) {
+          prefetch_map(x_map);
+          wait_for_previous_kernel();
+        }
         for (; step < fill; ++step, ring.next()) copy_x(row, step, step);
       }
       for (; step < steps; ++step, ring.next()) {
