@@ -40,6 +40,10 @@ bool can_be_aliased(const at::Tensor& tensor) {
   return !tensor.defined() || (tensor.has_storage() && !tensor.key_set().has_any(c10::python_ks));
 }
 
+// Tensors within vmap or torch.func.grad (which may hold one within vmap): the operator has no batching rule.
+constexpr c10::DispatchKeySet kTransformed({c10::DispatchKey::FuncTorchBatched,
+                                            c10::DispatchKey::FuncTorchGradWrapper});
+
 // What the kernel of quartz::attention serves, read from metadata only: the arguments may be fake.
 bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask,
              double dropout, bool causal, bool enable_gqa) {
@@ -50,7 +54,7 @@ bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
   for (const auto* tensor : {&query, &key, &value}) {
     if (tensor->layout() != at::kStrided || tensor->is_nested() || !has_kernel_dtype(*tensor) ||
         tensor->scalar_type() != query.scalar_type() || tensor->dim() != dims || tensor->device().type() != kQuartz ||
-        tensor->key_set().has(c10::DispatchKey::FuncTorchBatched) || tensor->_fw_grad(0).defined()) {
+        tensor->key_set().has_any(kTransformed) || tensor->_fw_grad(0).defined()) {
       return false;
     }
   }
@@ -62,7 +66,7 @@ bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
   if (heads != kv_heads && (!enable_gqa || heads % kv_heads != 0)) return false;
   if (!mask.defined()) return true;
   if (causal || mask.layout() != at::kStrided || mask.is_nested() || mask.dim() > 4 ||
-      mask.device().type() != kQuartz || mask.key_set().has(c10::DispatchKey::FuncTorchBatched) ||
+      mask.device().type() != kQuartz || mask.key_set().has_any(kTransformed) ||
       (mask.scalar_type() != at::kBool && !has_kernel_dtype(mask))) {
     return false;
   }

@@ -429,6 +429,18 @@ def test_what_sdpa_leaves_to_pytorch():
     assert calls == 0
 
 
+def test_sdpa_under_transformations():
+    """Within `torch.func` PyTorch's own kernel serves it: the operator has no batching rule."""
+    q = torch.randn(3, 2, 4, 5, 8)
+
+    def attend(x):
+        return sdpa(x, x, x, is_causal=True)
+
+    slope = torch.func.grad(lambda x: attend(x).square().sum())
+    for function in (torch.vmap(attend), torch.vmap(slope), lambda x: slope(x[0])):
+        torch.testing.assert_close(function(q.to("quartz")).cpu(), function(q))
+
+
 def test_a_compiled_sdpa_has_the_bits_of_the_eager_one():
     q, k, v = inputs(torch.float32, heads=2)
 
