@@ -82,9 +82,9 @@ kernels::Attention dense_attention(const at::Tensor& query, const at::Tensor& ke
 }
 
 void run_attention(const char* op, const kernels::Attention& arguments, const at::Tensor& on,
-                   [[maybe_unused]] int64_t blocks) {
+                   [[maybe_unused]] const PagedCall& paged) {
 #if QUARTZ_WITH_CUDA
-  if (on_gpu(on)) return run_gpu_attention(arguments, on, blocks);
+  if (on_gpu(on)) return run_gpu_attention(arguments, on, paged);
 #endif
   TORCH_CHECK_NOT_IMPLEMENTED(!on_gpu(on), op, ": this build has no kernel for the memory of a GPU, got a tensor on ",
                               on.device());

@@ -22,8 +22,15 @@ void set_attention_mask(kernels::Attention& arguments, const at::Tensor& mask);
 kernels::Attention dense_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                    const at::Tensor& out, double scale);
 
-// Runs it where the memory of `on` is. `blocks`: of a paged cache.
-void run_attention(const char* op, const kernels::Attention& arguments, const at::Tensor& on, int64_t blocks = 0);
+// What a paged call knows beyond its arguments.
+struct PagedCall {
+  int64_t blocks = 0;        // of the cache
+  at::Tensor plan;           // of quartz::attention_plan, or undefined
+  int64_t most_queries = 0;  // of one sequence; 0: not known
+};
+// Runs it where the memory of `on` is.
+void run_attention(const char* op, const kernels::Attention& arguments, const at::Tensor& on,
+                   const PagedCall& paged = {});
 
 // What options of more than one operator must fulfil.
 void check_attention_options(const char* op, std::optional<int64_t> window, std::optional<double> soft_cap,

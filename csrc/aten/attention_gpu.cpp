@@ -17,13 +17,16 @@ namespace {
 
 namespace gpu = kernels::cuda;
 
+at::Tensor words_like(const at::Tensor& on, int64_t count) {
+  return at::empty({count}, at::TensorOptions().device(on.device()).dtype(at::kInt));
+}
 at::Tensor bytes_like(const at::Tensor& on, int64_t size) {
   return at::empty({size}, at::TensorOptions().device(on.device()).dtype(at::kByte));
 }
-int32_t* words_of(const at::Tensor& bytes) { return static_cast<int32_t*>(bytes.mutable_data_ptr()); }
+int32_t* words_of(const at::Tensor& words) { return words.mutable_data_ptr<int32_t>(); }
 
 at::Tensor new_plan(const gpu::AttentionPlan& plan, const at::Tensor& on, void* stream) {
-  auto words = bytes_like(on, plan.room.words() * 4);
+  auto words = words_like(on, plan.room.words());
   gpu::make_attention_plan(plan, words_of(words), stream);
   return words;
 }
@@ -79,17 +82,34 @@ DensePlans& dense_plans() {
 
 }  // namespace
 
-void run_gpu_attention(const kernels::Attention& a, const at::Tensor& on, int64_t blocks) {
+void run_gpu_attention(const kernels::Attention& a, const at::Tensor& on, const PagedCall& paged) {
   void* const stream = current_gpu_stream(on);
   gpu::AttentionExtras extras;
-  extras.blocks = blocks;
+  extras.blocks = paged.blocks;
+  extras.most_queries = paged.most_queries;
   if (gpu::tile_attention_unsupported(a) != nullptr) return gpu::general_attention(a, extras, stream);
-  if (a.queries == 0 || a.heads == 0 || a.batch == 0) return;
+  if (a.queries == 0 || a.heads == 0) return;
   const auto plan = gpu::prepare_attention(a, extras);
-  const bool ragged = a.query_starts.data != nullptr;
-  const auto words = ragged ? new_plan(plan, on, stream) : dense_plans().get(plan, on, stream);
+  at::Tensor words;
+  if (paged.plan.defined() && paged.plan.numel() > 0) {
+    words = paged.plan;
+    QUARTZ_CHECK_ARGUMENT(
+        words.scalar_type() == at::kInt && words.is_contiguous() && words.numel() == plan.room.words(),
+        "quartz::paged_attention", "plan",
+        "be made by quartz::attention_plan for the same shapes and options: " + std::to_string(plan.room.words()) +
+            " words",
+        words.numel());
+  } else {
+    words = a.query_starts.data != nullptr ? new_plan(plan, on, stream) : dense_plans().get(plan, on, stream);
+  }
   const auto workspace = bytes_like(on, gpu::attention_workspace(plan, a.head_size, a.value_size));
   gpu::tile_attention(a, extras, plan, words_of(words), workspace.mutable_data_ptr(), stream);
+}
+
+at::Tensor make_gpu_attention_plan(const kernels::Attention& a, const at::Tensor& on, int64_t most_queries) {
+  gpu::AttentionExtras extras;
+  extras.most_queries = most_queries;
+  return new_plan(gpu::prepare_attention(a, extras), on, current_gpu_stream(on));
 }
 
 void run_gpu_write_kv(const kernels::WriteKv& key, const kernels::WriteKv* value, int64_t blocks,

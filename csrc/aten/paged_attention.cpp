@@ -58,7 +58,8 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
                            const std::optional<at::Tensor>& value_cache, const at::Tensor& block_tables,
                            const at::Tensor& query_starts, const at::Tensor& key_counts, std::optional<double> scale,
                            bool causal, std::optional<int64_t> window, std::optional<double> soft_cap,
-                           const std::optional<at::Tensor>& sinks, std::optional<int64_t> value_size) {
+                           const std::optional<at::Tensor>& sinks, std::optional<int64_t> value_size,
+                           const std::optional<at::Tensor>& plan, int64_t most_queries) {
   const char* op = "quartz::paged_attention";
   QUARTZ_CHECK_ARGUMENT(query.dim() == 3, op, "query", "have the shape (tokens, heads, size)", query.sizes());
   QUARTZ_CHECK_ARGUMENT(has_kernel_dtype(query), op, "query", "be float32, float16 or bfloat16", query.scalar_type());
@@ -139,8 +140,47 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
     const int64_t used = a.query_starts[sequences];
     if (used < query.size(0)) out.narrow(0, used, query.size(0) - used).zero_();  // rows of no sequence
   }
-  run_attention(op, a, query, key_cache.size(0));
+  run_attention(op, a, query, {key_cache.size(0), plan.value_or(at::Tensor()), most_queries});
   return out;
+}
+
+// How the GPU's kernel divides the work of paged_attention calls: from lengths alone, so that all layers can share it.
+at::Tensor attention_plan(const at::Tensor& query_starts, const at::Tensor& key_counts, int64_t rows, int64_t most_keys,
+                          int64_t heads, int64_t kv_heads, bool causal, std::optional<int64_t> window,
+                          int64_t block_size, int64_t most_queries) {
+  const char* op = "quartz::attention_plan";
+  check_indices(op, "query_starts", query_starts, 1);
+  check_indices(op, "key_counts", key_counts, 1);
+  check_same_device(op, {{"query_starts", query_starts}, {"key_counts", key_counts}});
+  const int64_t sequences = key_counts.size(0);
+  QUARTZ_CHECK_ARGUMENT(query_starts.size(0) == sequences + 1, op, "query_starts",
+                        "have one element more than there are sequences", query_starts.size(0), " for ", sequences,
+                        " sequences");
+  QUARTZ_CHECK_ARGUMENT(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, op, "heads", "be a multiple of kv_heads",
+                        heads, " and ", kv_heads);
+  QUARTZ_CHECK_ARGUMENT(rows >= 0 && most_keys >= 0 && block_size > 0, op, "rows",
+                        "not be negative, like most_keys, and block_size be positive", rows, ", ", most_keys, " and ",
+                        block_size);
+#if QUARTZ_WITH_CUDA
+  if (on_gpu(query_starts) && rows > 0) {
+    const c10::DeviceGuard guard(query_starts.device());
+    const auto starts = query_starts.contiguous(), counts = key_counts.contiguous();
+    kernels::Attention a{};
+    a.batch = sequences;
+    a.heads = heads;
+    a.kv_heads = kv_heads;
+    a.queries = rows;
+    a.keys = most_keys;
+    a.query_starts = indices_of(starts);
+    a.key_counts = indices_of(counts);
+    a.block_table = a.key_counts;  // paged
+    a.block_size = block_size;
+    a.causal = causal;
+    a.window = window.value_or(0);
+    return make_gpu_attention_plan(a, query_starts, most_queries);
+  }
+#endif
+  return at::empty({0}, query_starts.options().dtype(at::kInt));
 }
 
 void write_kv(const at::Tensor& key, const std::optional<at::Tensor>& value, const at::Tensor& key_cache,
@@ -219,8 +259,12 @@ QUARTZ_OPERATORS(paged_attention) {
   operators.define(
       "paged_attention(Tensor query, Tensor key_cache, Tensor? value_cache, Tensor block_tables, Tensor query_starts, "
       "Tensor key_counts, float? scale=None, bool causal=True, int? window=None, float? soft_cap=None, "
-      "Tensor? sinks=None, int? value_size=None) -> Tensor");
+      "Tensor? sinks=None, int? value_size=None, Tensor? plan=None, int most_queries=0) -> Tensor");
   operators.implement<&paged_attention>("paged_attention");
+  operators.define(
+      "attention_plan(Tensor query_starts, Tensor key_counts, int rows, int most_keys, int heads, int kv_heads, "
+      "bool causal=True, int? window=None, int block_size=16, int most_queries=0) -> Tensor");
+  operators.implement<&attention_plan>("attention_plan");
   operators.define(
       "write_kv(Tensor key, Tensor? value, Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor slot_mapping) -> ()");
   operators.implement<&write_kv>("write_kv");

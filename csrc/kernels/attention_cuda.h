@@ -11,7 +11,7 @@
 //    finished chunks are folded left to right: n = max(M, m), a = ex2((M - n) c), b = ex2((m - n) c),
 //    L = fma(l, b, L a), O = fma(o, b, O a). A sink is the last to be folded, with l = 1 and o = 0.
 //  - o = fma(O, 1 / L, 0), rounded once. A product with exactly 1 may be left out; a masked key contributes exactly
-//    nothing. An additive mask is divided by the scale and added to s; what comes below -1e30 counts as -1e30.
+//    nothing. An additive mask is divided by the scale and added to s; what comes below -2^100 counts as -2^100.
 // Known limit: a NaN or infinity in the value row of a key that only later queries of the same 64-row block may see
 // reaches the earlier ones of the block (0 x NaN in the product), as in PyTorch's kernels. Values beyond the valid keys
 // or before the window are never read into a result.

@@ -56,16 +56,19 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   // Enough rows in larger sequences to fill the GPU with wide units.
   const int64_t large = ragged ? rows - sequences : rows;
   if (input.wide_allowed && blocks(large, wide_step) * heads >= 2 * input.processors) input.wide_always = true;
-  const bool all_wide = !ragged && input.wide_allowed && input.wide_always;
   room.wide = static_cast<int32_t>(!input.wide_allowed ? 0
                                    : ragged            ? (rows / wide_step + sequences + 1) * heads
                                                        : sequences * blocks(input.queries, wide_step) * heads);
-  const int64_t per_split = room.split_tokens;
-  room.split_units = static_cast<int32_t>(all_wide  ? 0
-                                          : !ragged ? sequences * blocks(input.queries, per_split) * heads
-                                          : input.wide_always && input.wide_allowed
-                                              ? (std::min(sequences, rows) + 1) * heads
-                                              : (rows / per_split + std::min(sequences, rows) + 1) * heads);
+  // Of n rows in m sequences, blocks of s tokens: at most (n + m (s - 1)) / s. Where everything of more than one block
+  // is wide, a sequence has one split block at most.
+  const int64_t s = room.split_tokens, most_blocks = (rows + std::min(sequences, rows) * (s - 1)) / s;
+  const bool all_wide = input.wide_allowed && input.wide_always && (!ragged || sequences == 1);
+  room.split_units = static_cast<int32_t>(heads * (all_wide  ? 0
+                                                   : !ragged ? sequences * blocks(input.queries, s)
+                                                   : input.wide_allowed && input.wide_always
+                                                       ? std::min(sequences, rows)
+                                                       : most_blocks + (room.wide == 0 ? 1 : 0)));
+  room.keys_shared = ragged ? rows > sequences * s : input.queries > s;
   if (room.split_units > 0) {
     const int64_t chunks = AttentionChunks::of(static_cast<int>((int64_t{input.keys} + 127) / 128)) + 1;
     room.slot_rows = room.split_tokens * input.group;

@@ -78,6 +78,7 @@ struct AttentionPlanRoom {
   int32_t slot_rows;     // rows of a partial result
   int32_t most_slots;    // of one fold
   int32_t sequences, processors;
+  bool keys_shared;  // several split units may read the same keys
 
   // In 32-bit words: [16: header][offset of each processor's items][items][wide items][folds][scratch]
   QUARTZ_HD int64_t offsets_at() const { return 16; }
@@ -85,7 +86,9 @@ struct AttentionPlanRoom {
   QUARTZ_HD int64_t wide_at() const { return items_at() + int64_t{8} * items; }
   QUARTZ_HD int64_t folds_at() const { return wide_at() + int64_t{8} * wide; }
   QUARTZ_HD int64_t scratch_at() const { return folds_at() + int64_t{8} * folds; }
-  QUARTZ_HD int64_t scratch() const { return 8 + int64_t{5} * (sequences + 2) + int64_t{5} * (split_units + 2) + wide; }
+  QUARTZ_HD int64_t scratch() const {
+    return 8 + int64_t{5} * (sequences + 2) + int64_t{13} * (split_units + 2) + wide;
+  }
   QUARTZ_HD int64_t words() const { return scratch_at() + scratch(); }
 };
 // Words of the header. The counters are for the kernels, which leave them at zero.

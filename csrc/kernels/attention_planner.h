@@ -4,10 +4,16 @@
 
 #include "kernels/attention_plan.h"
 
+// The planner runs once, mostly from a cold instruction cache: its code is kept small, without inlining of what is
+// called in many places and without unrolling.
 #ifdef __CUDACC__
 #define QUARTZ_PLANNER __device__
+#define QUARTZ_PLANNER_CALL __device__ __noinline__
+#define QUARTZ_PLANNER_LOOP _Pragma("unroll 1")
 #else
 #define QUARTZ_PLANNER
+#define QUARTZ_PLANNER_CALL
+#define QUARTZ_PLANNER_LOOP
 #endif
 
 namespace quartz::kernels {
@@ -38,14 +44,18 @@ class AttentionPlanner {
     fold_ = take(room.split_units + 2);
     piece_ = take(room.split_units + 2);
     wide_tiles_ = take(room.wide);
+    units_ = reinterpret_cast<Unit*>(take(int64_t{8} * room.split_units));
     items_ = reinterpret_cast<AttentionItem*>(words + room.items_at());
     wide_ = reinterpret_cast<AttentionItem*>(words + room.wide_at());
     folds_ = reinterpret_cast<AttentionFold*>(words + room.folds_at());
   }
 
   QUARTZ_PLANNER void run() {
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < 16; i += team_.size()) words_[i] = 0;
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < 8; i += team_.size()) sums_[i] = 0;
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i <= in_.processors; i += team_.size()) words_[room_.offsets_at() + i] = 0;
     team_.sync();
     classify();
@@ -76,7 +86,7 @@ class AttentionPlanner {
   QUARTZ_PLANNER int wide_step() const { return 2 * (64 / in_.group); }
 
   // Lengths out of bounds are brought within: on the GPU nobody can report them.
-  QUARTZ_PLANNER Sequence sequence(int s) const {
+  QUARTZ_PLANNER_CALL Sequence sequence(int s) const {
     if (in_.query_starts.data == nullptr) return {0, in_.queries, in_.keys, in_.query_offset};
     if (s == in_.sequences) {  // rows that belong to none: without keys, so that they become zeros
       const int used = clamp(in_.query_starts[s], 0, in_.queries);
@@ -88,7 +98,7 @@ class AttentionPlanner {
     return {begin, end - begin, keys, keys - (end - begin)};
   }
 
-  QUARTZ_PLANNER Unit unit_of(int s, int block, int head, int step) const {
+  QUARTZ_PLANNER_CALL Unit unit_of(int s, int block, int head, int step) const {
     const Sequence of = sequence(s);
     Unit u{
         s, head, of.token + block * step, lower(step, of.queries - block * step), of.position + block * step, of.keys,
@@ -106,10 +116,15 @@ class AttentionPlanner {
   // Which kernel takes each sequence. Large ones are split over their keys, too, if there are too few of them to fill
   // the GPU otherwise: the times compared were measured on an H200 at head size 128.
   QUARTZ_PLANNER void classify() {
+    QUARTZ_PLANNER_LOOP
     for (int s = team_.rank(); s < count_; s += team_.size()) {
       const Sequence of = sequence(s);
       const int n = blocks(of.queries, split_step());
       tiles_[s] = of.queries > 0 ? unit_of(s, n - 1, 0, split_step()).tiles() : 0;
+      if (room_.split_units == 0 || (s == in_.sequences && room_.wide > 0)) {  // no room, or rows of no sequence
+        kind_[s] = of.queries == 0 ? kNothing : kWide;
+        continue;
+      }
       kind_[s] = of.queries == 0                                   ? kNothing
                  : of.queries <= split_step() || !in_.wide_allowed ? kSplit
                  : in_.wide_always                                 ? kWide
@@ -124,8 +139,9 @@ class AttentionPlanner {
     team_.sync();
     const float wide = sums_[kWideTiles] / static_cast<float>(in_.processors);
     const float longest = static_cast<float>(sums_[kLongest]);
-    const float split = 1.05f * (sums_[kSplitTiles] / static_cast<float>(in_.processors)) + 4.0f;
+    const float split = 0.78f * (sums_[kSplitTiles] / static_cast<float>(in_.processors)) + 6.0f;
     const bool prefer_wide = (wide > longest ? wide : longest) <= split;
+    QUARTZ_PLANNER_LOOP
     for (int s = team_.rank(); s < count_; s += team_.size()) {
       if (kind_[s] == kEither) kind_[s] = prefer_wide ? kWide : kSplit;
     }
@@ -136,14 +152,17 @@ class AttentionPlanner {
   // order_: the sequences by their tiles, descending; equal ones ascending.
   QUARTZ_PLANNER void sort_sequences() {
     const bool same = in_.query_starts.data == nullptr;
+    QUARTZ_PLANNER_LOOP
     for (int s = team_.rank(); s < count_; s += team_.size()) {
       int rank = same ? s : 0;
+      QUARTZ_PLANNER_LOOP
       for (int other = 0; !same && other < count_; ++other) {
         rank += tiles_[other] > tiles_[s] || (tiles_[other] == tiles_[s] && other < s) ? 1 : 0;
       }
       order_[rank] = s;
     }
     team_.sync();
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < count_; i += team_.size()) {
       const int s = order_[i], queries = sequence(s).queries;
       split_begin_[i] = kind_[s] == kSplit ? blocks(queries, split_step()) * in_.heads : 0;
@@ -154,8 +173,9 @@ class AttentionPlanner {
   }
 
   // The last i with begin[i] <= x.
-  static QUARTZ_PLANNER int find(const int32_t* begin, int n, int x) {
+  static QUARTZ_PLANNER_CALL int find(const int32_t* begin, int n, int x) {
     int low = 0, high = n;  // begin[low] <= x < begin[high]
+    QUARTZ_PLANNER_LOOP
     while (high - low > 1) {
       const int middle = (low + high) / 2;
       if (begin[middle] <= x) {
@@ -167,18 +187,18 @@ class AttentionPlanner {
     return low;
   }
 
-  QUARTZ_PLANNER Unit split_unit(int u) const {
+  QUARTZ_PLANNER Unit make_split_unit(int u) const {
     const int i = find(split_begin_, count_, u), rest = u - split_begin_[i];
     return unit_of(order_[i], rest / in_.heads, rest % in_.heads, split_step());
   }
   // Of many: the blocks of one head after another, the longest first, so that few keys are in use at a time.
-  QUARTZ_PLANNER Unit wide_unit(int u) const {
+  QUARTZ_PLANNER_CALL Unit wide_unit(int u) const {
     const int i = find(wide_begin_, count_, u), rest = u - wide_begin_[i], s = order_[i];
     const int n = (wide_begin_[i + 1] - wide_begin_[i]) / in_.heads;
     return unit_of(s, n - 1 - rest % n, rest / n, wide_step());
   }
 
-  QUARTZ_PLANNER AttentionItem item(const Unit& u, int begin, int end, int slot) const {
+  QUARTZ_PLANNER_CALL AttentionItem item(const Unit& u, int begin, int end, int slot) const {
     AttentionItem item;
     item.sequence = u.sequence;
     item.head = static_cast<int16_t>(u.head);
@@ -199,16 +219,20 @@ class AttentionPlanner {
     if (team_.rank() == 0) words_[kPlanWide] = n;
     if (n == 0) return;
     if (n >= kManyWide) {
+      QUARTZ_PLANNER_LOOP
       for (int u = team_.rank(); u < n; u += team_.size()) {
         const Unit unit = wide_unit(u);
         wide_[u] = item(unit, unit.first, unit.last, 0);
       }
       return;
     }
+    QUARTZ_PLANNER_LOOP
     for (int u = team_.rank(); u < n; u += team_.size()) wide_tiles_[u] = wide_unit(u).tiles();
     team_.sync();
+    QUARTZ_PLANNER_LOOP
     for (int u = team_.rank(); u < n; u += team_.size()) {
       int rank = 0;
+      QUARTZ_PLANNER_LOOP
       for (int other = 0; other < n; ++other) {
         rank += wide_tiles_[other] > wide_tiles_[u] || (wide_tiles_[other] == wide_tiles_[u] && other < u) ? 1 : 0;
       }
@@ -218,7 +242,7 @@ class AttentionPlanner {
   }
 
   // The boundary of a chunk near a tile; the lower one if `down`.
-  static QUARTZ_PLANNER int boundary(const Unit& u, int tile, bool down) {
+  static QUARTZ_PLANNER_CALL int boundary(const Unit& u, int tile, bool down) {
     const int chunk = Chunks::of(tile);
     const int begin = higher(Chunks::begin(chunk), u.first), end = lower(Chunks::begin(chunk + 1), u.last);
     return down || (tile - begin) * 2 <= end - begin ? begin : end;
@@ -227,7 +251,11 @@ class AttentionPlanner {
   QUARTZ_PLANNER void plan_split() {
     const int n = lower(split_begin_[count_], room_.split_units);
     if (n == 0) return;
-    for (int u = team_.rank(); u < n; u += team_.size()) unit_begin_[u] = split_unit(u).tiles();
+    QUARTZ_PLANNER_LOOP
+    for (int u = team_.rank(); u < n; u += team_.size()) {
+      units_[u] = make_split_unit(u);
+      unit_begin_[u] = units_[u].tiles();
+    }
     team_.scan(unit_begin_, n);
     const int64_t tiles = unit_begin_[n];
     if (tiles < int64_t{kEvenTiles} * in_.processors) {
@@ -239,18 +267,20 @@ class AttentionPlanner {
 
   // Gives slots and folds to the units with cut_ < last, as far as there is room; the others become whole again.
   QUARTZ_PLANNER void give_slots(int n) {
+    QUARTZ_PLANNER_LOOP
     for (int u = team_.rank(); u < n; u += team_.size()) {
-      const Unit unit = split_unit(u);
+      const Unit& unit = units_[u];
       const bool cut = cut_[u] < unit.last;
       slot_[u] = cut ? 2 + Chunks::of(unit.last - 1) - Chunks::of(cut_[u]) : 0;
       fold_[u] = cut ? 1 : 0;
     }
     team_.scan(slot_, n);
     team_.scan(fold_, n);
+    QUARTZ_PLANNER_LOOP
     for (int u = team_.rank(); u < n; u += team_.size()) {
       const int slots = slot_[u + 1] - slot_[u];
       if (slots == 0) continue;
-      const Unit unit = split_unit(u);
+      const Unit& unit = units_[u];
       if (slot_[u + 1] > room_.slots || fold_[u + 1] > room_.folds) {
         cut_[u] = unit.last;
       } else {
@@ -260,40 +290,46 @@ class AttentionPlanner {
     }
     team_.sync();
   }
-  QUARTZ_PLANNER int slot_of(int u, const Unit& unit, int begin) const {
+  QUARTZ_PLANNER_CALL int slot_of(int u, const Unit& unit, int begin) const {
     if (cut_[u] >= unit.last) return 0;
     return begin == unit.first ? slot_[u] : slot_[u] + 1 + Chunks::of(begin) - Chunks::of(cut_[u]);
   }
 
   // Few tiles: all units in a row, cut into equal runs at the nearest boundaries of chunks.
-  QUARTZ_PLANNER int even_end(int n, int64_t tiles, int processor) const {
+  QUARTZ_PLANNER_CALL int even_end(int n, int64_t tiles, int processor) const {
     if (processor + 1 >= in_.processors) return static_cast<int>(tiles);
-    const int ideal = static_cast<int>((processor + 1) * tiles / in_.processors), u = find(unit_begin_, n, ideal);
-    const Unit unit = split_unit(u);
+    const int ideal = (processor + 1) * static_cast<int>(tiles) / in_.processors;  // few tiles: no overflow
+    const int u = find(unit_begin_, n, ideal);
+    const Unit& unit = units_[u];
     return unit_begin_[u] + boundary(unit, unit.first + ideal - unit_begin_[u], false) - unit.first;
   }
   QUARTZ_PLANNER void even_runs(int n, int64_t tiles) {
     int32_t* const offsets = words_ + room_.offsets_at();
-    for (int u = team_.rank(); u < n; u += team_.size()) cut_[u] = split_unit(u).last;
+    QUARTZ_PLANNER_LOOP
+    for (int u = team_.rank(); u < n; u += team_.size()) cut_[u] = units_[u].last;
     team_.sync();
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i + 1 < in_.processors; i += team_.size()) {
       const int end = even_end(n, tiles, i);
       if (end >= tiles) continue;
       const int u = find(unit_begin_, n, end);
-      if (end > unit_begin_[u]) team_.min(cut_ + u, split_unit(u).first + end - unit_begin_[u]);
+      if (end > unit_begin_[u]) team_.min(cut_ + u, units_[u].first + end - unit_begin_[u]);
     }
     team_.sync();
     give_slots(n);
     // Two passes: how many items each processor has after its first, then the items.
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
       const int count = run_of(n, tiles, i, -1);
       offsets[i] = count > 1 ? count - 1 : 0;
     }
     team_.scan(offsets, in_.processors);
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
       run_of(n, tiles, i, in_.processors + offsets[i]);
     }
     team_.sync();
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i <= in_.processors; i += team_.size()) {
       offsets[i] += in_.processors;
       if (i == in_.processors) words_[kPlanStatic] = words_[kPlanAll] = offsets[i];
@@ -301,12 +337,13 @@ class AttentionPlanner {
   }
   // The items of a processor's run: counts them, and writes them if `at` (place of the second) is not negative. A unit
   // that stays whole belongs to the run in which it begins.
-  QUARTZ_PLANNER int run_of(int n, int64_t tiles, int processor, int at) {
+  QUARTZ_PLANNER_CALL int run_of(int n, int64_t tiles, int processor, int at) {
     const int begin = processor == 0 ? 0 : even_end(n, tiles, processor - 1), end = even_end(n, tiles, processor);
     int count = 0;
     if (begin < end) {
+      QUARTZ_PLANNER_LOOP
       for (int u = find(unit_begin_, n, begin); u < n && unit_begin_[u] < end; ++u) {
-        const Unit unit = split_unit(u);
+        const Unit& unit = units_[u];
         int from = unit.first + higher(0, begin - unit_begin_[u]);
         int to = lower(unit.last, unit.first + end - unit_begin_[u]);
         if (cut_[u] >= unit.last) {
@@ -331,12 +368,14 @@ class AttentionPlanner {
     const float share = static_cast<float>(tiles) / static_cast<float>(in_.processors);
     const float room = (share < 24.0f ? 1.0f : 0.95f) * share;
     const int rounds = (n + in_.processors - 1) / in_.processors;
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
       float load = 0.0f;
+      QUARTZ_PLANNER_LOOP
       for (int round = 0; round < rounds; ++round) {
         const int u = snake(i, round);
         if (u >= n) continue;
-        const Unit unit = split_unit(u);
+        const Unit& unit = units_[u];
         const float left = room - load;
         int end = unit.last;
         if (static_cast<float>(unit.tiles()) > left + 1.0f) {
@@ -352,8 +391,10 @@ class AttentionPlanner {
     }
     team_.sync();
     give_slots(n);
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
       int count = 0;
+      QUARTZ_PLANNER_LOOP
       for (int round = 0; round < rounds; ++round) {
         const int u = snake(i, round);
         if (u < n && piece_[u] != 0) ++count;
@@ -361,12 +402,14 @@ class AttentionPlanner {
       offsets[i] = count > 1 ? count - 1 : 0;
     }
     team_.scan(offsets, in_.processors);
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
       int count = 0;
+      QUARTZ_PLANNER_LOOP
       for (int round = 0; round < rounds; ++round) {
         const int u = snake(i, round);
         if (u >= n || piece_[u] == 0) continue;
-        const Unit unit = split_unit(u);
+        const Unit& unit = units_[u];
         const int at = count == 0 ? i : in_.processors + offsets[i] + count - 1;
         items_[at] = item(unit, unit.first, cut_[u], slot_of(u, unit, unit.first));
         ++count;
@@ -377,27 +420,31 @@ class AttentionPlanner {
     // The pieces: what lies behind a kept prefix, or all of a unit.
     const int statics = in_.processors + offsets[in_.processors];
     for (;;) {
-      for (int u = team_.rank(); u < n; u += team_.size()) fold_[u] = pieces(u, split_unit(u), -1);
+      QUARTZ_PLANNER_LOOP
+      for (int u = team_.rank(); u < n; u += team_.size()) fold_[u] = pieces(u, units_[u], -1);
       team_.scan(fold_, n);
       if (statics + fold_[n] <= room_.items) break;
       piece_tiles_ *= 4;  // too many for the room
       team_.sync();
     }
-    for (int u = team_.rank(); u < n; u += team_.size()) pieces(u, split_unit(u), statics + fold_[u]);
+    QUARTZ_PLANNER_LOOP
+    for (int u = team_.rank(); u < n; u += team_.size()) pieces(u, units_[u], statics + fold_[u]);
     team_.sync();
+    QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i <= in_.processors; i += team_.size()) offsets[i] += in_.processors;
     if (team_.rank() == 0) {
       words_[kPlanStatic] = statics;
       words_[kPlanAll] = statics + fold_[n];
     }
   }
-  QUARTZ_PLANNER int piece_end(const Unit& unit, int begin) const {
+  QUARTZ_PLANNER_CALL int piece_end(const Unit& unit, int begin) const {
     if (begin + piece_tiles_ >= unit.last) return unit.last;
     return lower(unit.last, higher(boundary(unit, begin + piece_tiles_, false), Chunks::begin(Chunks::of(begin) + 1)));
   }
-  QUARTZ_PLANNER int pieces(int u, const Unit& unit, int at) {
+  QUARTZ_PLANNER_CALL int pieces(int u, const Unit& unit, int at) {
     int count = 0;
     int begin = piece_[u] != 0 ? cut_[u] : unit.first;
+    QUARTZ_PLANNER_LOOP
     while (begin < unit.last) {
       const int end = begin == unit.first ? cut_[u] : piece_end(unit, begin);
       if (at >= 0) items_[at + count] = item(unit, begin, end, slot_of(u, unit, begin));
@@ -417,6 +464,7 @@ class AttentionPlanner {
   int count_;  // of sequences, with that of the rows behind them
   int32_t *sums_, *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;  // for each sequence
   int32_t *unit_begin_, *cut_, *slot_, *fold_, *piece_, *wide_tiles_;     // for each unit
+  Unit* units_;
   AttentionItem *items_, *wide_;
   AttentionFold* folds_;
 };

@@ -27,6 +27,9 @@ int log2_of(int64_t power) {
 
 int64_t padded_to_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// Whether pages and tiles divide each other, with at most 8 pages in a tile. Others are copied row by row.
+bool fits_boxes(int64_t page) { return page >= 16 && (page & (page - 1)) == 0; }
+
 struct Workspace {
   int64_t partial, partial_ml, scratch, size;  // offsets in bytes
 };
@@ -91,7 +94,8 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   const Workspace workspace = divide_workspace(room, d);
   auto* const bytes = static_cast<char*>(memory);
   const bool paged = a.block_table.data != nullptr;
-  const int64_t page_rows = paged ? std::min<int64_t>(a.block_size, kAttentionTile) : kAttentionTile;
+  const bool odd = paged && !fits_boxes(a.block_size);
+  const int64_t page_rows = paged && !odd ? std::min<int64_t>(a.block_size, kAttentionTile) : kAttentionTile;
   const int group = attention_group(a.heads, a.kv_heads);
 
   Params p{};
@@ -125,11 +129,11 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   p.value_size = static_cast<int>(a.value_size);
   p.batched = a.query_starts.data == nullptr;
   p.page_rows_log2 = log2_of(page_rows);
-  p.tiles_per_page_log2 = paged ? log2_of(std::max<int64_t>(a.block_size / kAttentionTile, 1)) : 0;
+  p.tiles_per_page_log2 = paged && !odd ? log2_of(std::max<int64_t>(a.block_size / kAttentionTile, 1)) : 0;
   p.window = static_cast<int>(std::min<int64_t>(a.window, 1 << 30));
   p.causal = a.causal;
   // Several units that read the same keys.
-  p.keep_keys = p.heads_per_key > 1 || room.split_units > room.sequences * (a.heads / group);
+  p.keep_keys = p.heads_per_key > 1 || room.keys_shared;
   p.alternate = room.wide < 1024;  // measured: pays while few blocks of queries share the keys in L2
   // p = ex2(c (s - max)): c counts the scale, unless a soft cap has already.
   const bool capped = a.soft_cap > 0.0f;
@@ -138,7 +142,13 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   p.cap = a.soft_cap;
   p.cap_c1 = capped ? static_cast<float>(2 * kLog2E * a.scale / a.soft_cap) : 0.0f;
 
-  const bool full = a.window > 0 || capped || p.mask != nullptr;
+  if (odd) {
+    p.odd_page = static_cast<int>(a.block_size);
+    p.keys = {a.k, a.k_strides.batch, a.k_strides.row, a.k_strides.head, static_cast<int>(a.head_size)};
+    p.values = {a.v, a.v_strides.batch, a.v_strides.row, a.v_strides.head, static_cast<int>(a.value_size)};
+  }
+
+  const bool full = a.window > 0 || capped || p.mask != nullptr || odd;
   Maps maps{};
   maps.key = key_map(a, a.k, a.k_strides, a.head_size, static_cast<int>(page_rows), extras);
   maps.value = key_map(a, a.v, a.v_strides, a.value_size, static_cast<int>(page_rows), extras);
@@ -153,7 +163,7 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
                                             : attention_kernels::kSplit;
     launch<T>(d, kind, maps, p, room.processors, overlap, stream);
     if (room.folds > 0) attention_kernels::launch_fold<T>(d, p, room.folds, room.most_slots, stream);
-    overlap = false;
+    overlap = true;  // what the wide kernel reads before it waits was complete before the split kernel
   }
   if (room.wide > 0) {
     const int tokens = 64 / group;
@@ -183,9 +193,6 @@ const char* tile_attention_unsupported(const Attention& a) {
       !aligned(a.k, a.k_strides, blocks, a.kv_heads, slots) || !aligned(a.v, a.v_strides, blocks, a.kv_heads, slots)) {
     return "strides or addresses are no multiples of 16 bytes";
   }
-  if (paged && (a.block_size < 16 || (a.block_size & (a.block_size - 1)) != 0)) {
-    return "the block size is no power of two from 16";
-  }
   if (ragged && !paged) return "ragged queries need a block table";
   if (ragged && a.mask_kind != MaskKind::kNone) return "a mask needs the dense form";
   constexpr int64_t kMost = int64_t{1} << 30;
@@ -209,7 +216,7 @@ AttentionPlan prepare_attention(const Attention& a, const AttentionExtras& extra
   in.window = static_cast<int32_t>(std::min<int64_t>(a.window, 1 << 30));
   in.processors = multiprocessors();
   in.causal = a.causal;
-  in.wide_allowed = true;
+  in.wide_allowed = a.block_table.data == nullptr || fits_boxes(a.block_size);
   plan.room = attention_plan_room(in);
   return plan;
 }

@@ -83,6 +83,8 @@ struct Consumer {
     }
   }
 
+  // A power of two: its product with c is exact, so that p is 1 where all keys of a row have it.
+  static constexpr float kLowest = -0x1p100f;
   QUARTZ_DEVICE float masked(float score, int64_t at) const {
     float added;
     switch (p.mask_kind) {
@@ -100,7 +102,8 @@ struct Consumer {
     if (added == 0.0f) return score;
     if (added == minus_infinity()) return added;
     const float sum = __fmaf_rn(added, p.c_inverse, score);
-    return sum < -1e30f ? -1e30f : sum;  // "the smallest number" as a mask: such keys count equally, and only if alone
+    // "The smallest number" as a mask: such keys count equally, and only if alone.
+    return sum < kLowest ? kLowest : sum;
   }
 
   // Soft cap and mask.
@@ -264,7 +267,9 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < D / 2; ++i) o[i] = 0.0f;
     factor[1] = 1.0f;
-    const bool alternate = !kSplitKind && kOverlap && p.alternate;
+    // The two warpgroups take turns with their scores, so that one's softmax runs beside the other's products. Without
+    // the overlap within a warpgroup that always pays.
+    const bool alternate = !kSplitKind && (!kOverlap || p.alternate);
     if (alternate && warpgroup == 1) arrive_named_barrier(1, 256);
     const uint32_t key0 = row_descriptor(shared + L::kKeys), value0 = value_descriptor(shared + L::kValues);
     constexpr uint32_t kStep = L::kStageBytes >> 4;
@@ -368,11 +373,13 @@ struct Consumer {
       } else {
         for (int tile = tile_begin; tile < tile_end; ++tile) {
           keys.wait_full();
+          if (alternate) named_barrier(1 + warpgroup, 256);
           products_fence();
           scores<T, D>(s, query, key0 + keys.stage * kStep);
           products_commit();
           products_wait<0>();
           pin(s);
+          if (alternate) arrive_named_barrier(2 - warpgroup, 256);
           release(keys);
           if (tile == tile_end - 1) release(queries);
           if (tile == boundary) {

@@ -13,6 +13,13 @@
 
 namespace quartz::kernels::cuda::attention_kernels {
 
+// Keys or values in memory, for the copies by rows.
+struct Rows {
+  const void* data;
+  int64_t block, row, head;  // strides in elements
+  int size;
+};
+
 struct Params {
   const int32_t* plan;  // its words
   const AttentionItem* items;
@@ -37,7 +44,9 @@ struct Params {
   int query_box;       // rows of queries that one copy brings
   int page_rows_log2;  // slots of a page within a tile
   int tiles_per_page_log2;
-  int window;  // 0: none
+  int odd_page;       // slots of a page of a size that the copy engine's boxes do not fit, else 0
+  Rows keys, values;  // only then
+  int window;         // 0: none
   int causal, keep_keys, alternate;
   float c, c_inverse, cap, cap_c1;  // c_inverse: log2(e) / c
 };

@@ -21,13 +21,15 @@ class Block {
   __device__ void min(int32_t* to, int32_t value) const { atomicMin(to, value); }
 
   // Each thread adds up a run of neighbours; the runs' sums are scanned by warps.
-  __device__ void scan(int32_t* counts, int n) const {
+  __device__ __noinline__ void scan(int32_t* counts, int n) const {
     __syncthreads();
     const int run = (n + kThreads - 1) / kThreads, begin = min(n, rank() * run), end = min(n, begin + run);
     int32_t own = 0;
+#pragma unroll 1
     for (int i = begin; i < end; ++i) own += counts[i];
     const int lane = rank() % 32, warp = rank() / 32;
     int32_t inclusive = own;
+#pragma unroll 1
     for (int step = 1; step < 32; step *= 2) {
       const int32_t other = __shfl_up_sync(~0u, inclusive, step);
       if (lane >= step) inclusive += other;
@@ -35,7 +37,9 @@ class Block {
     if (lane == 31) warp_sums_[warp] = inclusive;
     __syncthreads();
     int32_t sum = inclusive - own;
+#pragma unroll 1
     for (int w = 0; w < warp; ++w) sum += warp_sums_[w];
+#pragma unroll 1
     for (int i = begin; i < end; ++i) {
       const int32_t count = counts[i];
       counts[i] = sum;

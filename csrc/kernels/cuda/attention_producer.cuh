@@ -18,7 +18,7 @@ struct Producer {
 
   // The page of this lane's slots of a tile (lane < pages of a tile), 0 where nothing is to be read.
   QUARTZ_DEVICE int page_of(const AttentionItem& item, int tile) const {
-    if (p.block_table.data == nullptr) return item.sequence;
+    if (p.block_table.data == nullptr || (FULL && SPLIT && p.odd_page > 0)) return item.sequence;
     const int pages_log2 = 7 - p.page_rows_log2;
     const int key = tile * kTile + (lane << p.page_rows_log2);
     const int low = FULL ? first_key(item, p) : 0;
@@ -52,6 +52,41 @@ struct Producer {
     }
   }
 
+  // For pages of any size: the warp copies row by row, 16 bytes a lane, into the places that the copy engine would
+  // choose. Slow, since it waits for each tile. Only the split kernel has the registers for it.
+  QUARTZ_DEVICE void load_rows(const Rows& from, const AttentionItem& item, int tile, uint32_t target,
+                               uint32_t barrier) const {
+    const int low = max(first_key(item, p) - tile * kTile, 0), high = min(kTile, item.keys - tile * kTile);
+    const int row_bytes = from.size * 2;
+    for (int row = low; row < high; ++row) {
+      const int key = tile * kTile + row;
+      const int64_t page = p.block_table[item.sequence * p.table_stride + key / p.odd_page];
+      const char* source =
+          static_cast<const char*>(from.data) +
+          (page * from.block + key % p.odd_page * from.row + item.head / p.heads_per_key * from.head) * 2;
+      for (int at = lane * 16; at < L::kColumns * 128; at += 32 * 16) {
+        const uint32_t to = target + at / 128 * L::kBoxBytes + row * 128 + ((at % 128) ^ (row % 8 * 16));
+        const int bytes = at < row_bytes ? 16 : 0;  // zeros behind the end
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source + (bytes > 0 ? at : 0)),
+                     "r"(bytes)
+                     : "memory");
+      }
+    }
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    fence_shared_writes();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
+
+  QUARTZ_DEVICE void load_tile(const CUtensorMap& map, const Rows& from, const AttentionItem& item, int tile, int page,
+                               int begin, uint32_t target, uint32_t barrier) const {
+    if (FULL && SPLIT && p.odd_page > 0) {
+      load_rows(from, item, tile, target, barrier);
+    } else {
+      load(map, item, tile, page, begin, target, barrier);
+    }
+  }
+
   __device__ void run(uint32_t key_barriers, uint32_t value_barriers, uint32_t query_barriers) {
     Buffers<L::kStages> keys(key_barriers, 1), values(value_barriers, 1);
     Buffers<L::kQueryBuffers> queries(query_barriers, 1);
@@ -65,12 +100,15 @@ struct Producer {
     AttentionItem item;
     item.sequence = -1;
     if (block < total) item = p.items[block];
+    const auto claim = [&] {
+      if (shared_work && lane == 0) x = statics + atomicAdd(p.counters, 1);
+    };
     // What comes before reads nothing but the plan and the block table.
     const auto begin = [&] {
       if (!first) return;
       first = false;
       wait_for_previous_kernel();
-      if (shared_work && lane == 0) x = statics + atomicAdd(p.counters, 1);
+      if (SPLIT) claim();
     };
     for (;;) {
       bool more = true;
@@ -79,12 +117,14 @@ struct Producer {
       } else if (SPLIT && own < own_end) {
         item = p.items[own++];
       } else {
+        // The split kernel claims its next piece while it works on one; the wide kernel's items are too long for that.
         begin();
+        if (!SPLIT) claim();
         x = __shfl_sync(~0u, x, 0);
         more = x < total;
         if (more) {
           item = p.items[x];
-          if (lane == 0) x = statics + atomicAdd(p.counters, 1);
+          if (SPLIT) claim();
         }
       }
       if (!more) item.sequence = -1;
@@ -105,13 +145,14 @@ struct Producer {
         const int following = page_of(item, tile + 1);
         if (tile < item.tile_end) {
           keys.wait_empty();
-          load(key_map, item, tile, page, slot, shared + L::kKeys + keys.stage * L::kStageBytes, keys.full_barrier());
+          load_tile(key_map, p.keys, item, tile, page, slot, shared + L::kKeys + keys.stage * L::kStageBytes,
+                    keys.full_barrier());
           keys.next();
         }
         if (tile > item.tile_begin) {
           values.wait_empty();
-          load(value_map, item, tile - 1, previous, slot, shared + L::kValues + values.stage * L::kStageBytes,
-               values.full_barrier());
+          load_tile(value_map, p.values, item, tile - 1, previous, slot,
+                    shared + L::kValues + values.stage * L::kStageBytes, values.full_barrier());
           values.next();
         }
         previous = page;

@@ -18,6 +18,8 @@ def paged_attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     value_size: int | None = None,
+    plan: Tensor | None = None,
+    most_queries: int | None = None,
 ) -> Tensor:
     """Attention of several sequences over their blocks of a cache, with any number of query tokens each.
 
@@ -46,6 +48,11 @@ def paged_attention(
         As for `attention`.
     value_size : int or None
         Without `value_cache`: the elements of a key that are its value. None is all.
+    plan : Tensor or None
+        Of `attention_plan` for these lengths, shapes and options, which spares a small kernel in each call. It changes
+        speed, never results. Only a GPU uses it.
+    most_queries : int or None
+        No sequence has more query tokens: for speed on a GPU only, and the same as in `attention_plan`.
 
     Returns
     -------
@@ -81,6 +88,67 @@ def paged_attention(
         soft_cap,
         sinks,
         value_size,
+        plan,
+        most_queries or 0,
+    )
+
+
+def attention_plan(
+    query_starts: Tensor,
+    key_counts: Tensor,
+    *,
+    rows: int,
+    most_keys: int,
+    heads: int,
+    kv_heads: int,
+    block_size: int,
+    causal: bool = True,
+    window: int | None = None,
+    most_queries: int | None = None,
+) -> Tensor:
+    """Plan how a GPU divides the work of `paged_attention`, once for all layers of a step.
+
+    The plan is made on the GPU from the lengths there: nothing waits for the host, and a captured graph plans anew at
+    each replay. One stream uses a plan at a time.
+
+    Parameters
+    ----------
+    query_starts, key_counts : Tensor
+        As for `paged_attention`.
+    rows : int
+        Rows of the query tensor.
+    most_keys : int
+        Columns of the block table times the block size.
+    heads, kv_heads, block_size : int
+        Of the query, and of the cache.
+    causal, window, most_queries
+        As for `paged_attention`.
+
+    Returns
+    -------
+    Tensor
+        For the `plan` of `paged_attention`; int32, without elements on the host.
+
+    Examples
+    --------
+    >>> starts, counts = torch.tensor([0, 1], device="quartz"), torch.tensor([3], device="quartz")
+    >>> plan = torch_quartz.ops.attention_plan(
+    ...     starts, counts, rows=1, most_keys=64, heads=8, kv_heads=2, block_size=16, most_queries=1
+    ... )
+    >>> plan.dtype
+    torch.int32
+    """
+    return torch.ops.quartz.attention_plan(
+        query_starts,
+        key_counts,
+        rows,
+        most_keys,
+        heads,
+        kv_heads,
+        causal,
+        window,
+        block_size,
+        most_queries or 0,
     )
 
 
@@ -129,12 +197,30 @@ def _(
     soft_cap=None,
     sinks=None,
     value_size=None,
+    plan=None,
+    most_queries=0,
 ):
     if value_cache is not None:
         value_size = value_cache.shape[3]
     elif value_size is None:
         value_size = key_cache.shape[3]
     return query.new_empty(query.shape[0], query.shape[1], value_size)
+
+
+@torch.library.register_fake("quartz::attention_plan")
+def _(
+    query_starts,
+    key_counts,
+    rows,
+    most_keys,
+    heads,
+    kv_heads,
+    causal=True,
+    window=None,
+    block_size=16,
+    most_queries=0,
+):
+    return query_starts.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32)
 
 
 @torch.library.register_fake("quartz::write_kv")
