@@ -91,10 +91,10 @@ _MOVES = frozenset(
     ]
 )
 
-# Reductions whose result does not depend on the order: comparisons, integers, booleans.
+# Reductions whose result does not depend on the order: comparisons, integers, booleans; sort, which is always stable.
 _EXACT = frozenset(
     f"aten::{name}"
-    for name in ["all", "any", "max", "min", "amax", "amin", "count_nonzero", "bincount", "histc", "equal"]
+    for name in ["all", "any", "max", "min", "amax", "amin", "count_nonzero", "bincount", "histc", "equal", "sort"]
 )
 
 
