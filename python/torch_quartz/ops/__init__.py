@@ -8,11 +8,12 @@ from torch_quartz.ops.apply_token_bitmask_ import apply_token_bitmask_
 from torch_quartz.ops.attention import attention
 from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, silu_and_mul
 from torch_quartz.ops.layer_norm import layer_norm
+from torch_quartz.ops.linear import linear
 from torch_quartz.ops.markov_draft import markov_draft
 from torch_quartz.ops.moe_experts import moe_experts
 from torch_quartz.ops.moe_topk import moe_topk
 from torch_quartz.ops.ngram_propose import ngram_propose
-from torch_quartz.ops.paged_attention import paged_attention, write_kv
+from torch_quartz.ops.paged_attention import attention_plan, paged_attention, write_kv
 from torch_quartz.ops.quantize import (
     dequantize_fp8,
     dequantize_mxfp4,
@@ -34,6 +35,7 @@ __all__ = [
     "add_rms_norm",
     "apply_token_bitmask_",
     "attention",
+    "attention_plan",
     "bernoulli_",
     "count_tokens",
     "dequantize_fp8",
@@ -43,6 +45,7 @@ __all__ = [
     "gated_activation",
     "gelu_and_mul",
     "layer_norm",
+    "linear",
     "markov_draft",
     "moe_experts",
     "moe_topk",
