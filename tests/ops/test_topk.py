@@ -43,7 +43,7 @@ def test_values_and_ties(dtype, largest, width, k):
 
 def test_of_random_rows():
     x = torch.randn(4, 20000)
-    values, indices = x.sort(-1, descending=True, stable=True)
+    values, indices = x.sort(dim=-1, descending=True, stable=True)
     for k in (1, 50, 5000):
         got = x.to("quartz").topk(k)
         assert torch.equal(got.indices.cpu(), indices[:, :k]) and torch.equal(got.values.cpu(), values[:, :k])
