@@ -125,6 +125,7 @@ def test_bits_of_a_row_depend_on_the_row_alone(draw):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("rows", [1, 5, 30])
 def test_instruction_sets_agree(dtype, rows, instruction_sets):
@@ -157,6 +158,7 @@ def chains_of_pairs(x, w):
     return total
 
 
+@pytest.mark.host
 def test_order_of_arithmetic():
     for k in (5, 256, 700):
         x, w = data(k, dtype=torch.bfloat16), data(k, dtype=torch.bfloat16, seed=1)
@@ -165,6 +167,7 @@ def test_order_of_arithmetic():
         assert same_bits(torch.mm(x.to("quartz").expand(20, -1), w.to("quartz")[:, None])[7, 0], expected)
 
 
+@pytest.mark.host
 def test_modes_of_the_thread_do_not_count():
     x, w = (data(3, 90, dtype=torch.float32) * 1e-39).to("quartz"), data(40, 90, dtype=torch.float32).to("quartz")
     expected = torch.mm(x, w.t())
