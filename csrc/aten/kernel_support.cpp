@@ -56,7 +56,8 @@ void limit_cpu_isa(const std::string& at_most) {
   for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kAvx512Bf16}) {
     if (at_most == kernels::name_of(isa)) return kernels::limit_isa(isa);
   }
-  TORCH_CHECK_VALUE(false, "quartz: the instruction set must be 'avx2', 'avx512' or 'avx512_bf16', got '", at_most, "'");
+  TORCH_CHECK_VALUE(false, "quartz: the instruction set must be 'avx2', 'avx512' or 'avx512_bf16', got '", at_most,
+                    "'");
 }
 
 void choose_cpu_isa() {

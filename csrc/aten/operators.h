@@ -34,8 +34,8 @@ class Operators {
   std::vector<torch::Library*> native_;
 };
 
-// Runs the native device's kernel of an operator through the fallback: `fallback_of<at::_ops::mm>(self, mat2)`. Only for
-// operators with one result, which `out=` variants return too.
+// Runs the native device's kernel of an operator through the fallback: `fallback_of<at::_ops::mm>(self, mat2)`. Only
+// for operators with one result, which `out=` variants return too.
 template <class Op, class... Arguments>
 at::Tensor fallback_of(Arguments&&... arguments) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
@@ -53,8 +53,8 @@ void register_operator_files();  // registration.cpp calls it once
 }  // namespace quartz
 
 // Constructed before the library registers itself, which happens at default priority.
-#define QUARTZ_OPERATORS(NAME)                                                                                       \
-  static void register_operators_of_##NAME(quartz::Operators& operators);                                            \
-  static const quartz::OperatorFile operators_of_##NAME __attribute__((init_priority(200)))(                         \
-      &register_operators_of_##NAME);                                                                                \
+#define QUARTZ_OPERATORS(NAME)                                             \
+  static void register_operators_of_##NAME(quartz::Operators& operators);  \
+  static const quartz::OperatorFile operators_of_##NAME                    \
+      __attribute__((init_priority(200))) (&register_operators_of_##NAME); \
   static void register_operators_of_##NAME(quartz::Operators& operators)

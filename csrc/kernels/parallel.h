@@ -13,9 +13,8 @@ class RangeTask {
  public:
   template <class F, class = std::enable_if_t<!std::is_same_v<std::decay_t<F>, RangeTask>>>
   RangeTask(const F& callable)  // implicit, like a function argument
-      : object_(&callable), call_([](const void* object, int64_t begin, int64_t end) {
-          (*static_cast<const F*>(object))(begin, end);
-        }) {}
+      : object_(&callable),
+        call_([](const void* object, int64_t begin, int64_t end) { (*static_cast<const F*>(object))(begin, end); }) {}
   void operator()(int64_t begin, int64_t end) const { call_(object_, begin, end); }
 
  private:

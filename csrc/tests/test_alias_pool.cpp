@@ -187,7 +187,8 @@ TEST(AliasPool, ThreadsHaveTheirOwnAndEndCleanly) {
     threads.emplace_back([&, i] {
       EXPECT_EQ(kept_aliases(), 0);
       static thread_local AtThreadExit early, late;
-      if (at_exit && i % 2 == 0) early = {shared, &results[i]};  // made before the pool is first used: destroyed after its end
+      if (at_exit && i % 2 == 0)
+        early = {shared, &results[i]};  // made before the pool is first used: destroyed after its end
       for (int round = 0; round < 200; ++round) EXPECT_EQ(values_of(shared.add(shared)), (std::vector<double>{2, 4}));
       if (at_exit && i % 2 == 1) late = {shared, &results[i]};
     });

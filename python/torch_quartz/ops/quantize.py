@@ -83,9 +83,9 @@ def quantize_nvfp4(w: Tensor, global_scale: Tensor | None = None) -> tuple[Tenso
 
     Examples
     --------
-    >>> packed, scales, total = torch_quartz.ops.quantize_nvfp4(torch.tensor([[6.0, 3.0]], device="quartz"))
+    >>> packed, scales, total = torch_quartz.ops.quantize_nvfp4(torch.tensor([[2688.0, 448.0]], device="quartz"))
     >>> torch_quartz.ops.dequantize_nvfp4(packed, scales, total, 2, torch.float32).tolist()
-    [[6.0, 3.0]]
+    [[2688.0, 448.0]]
     """
     return torch.ops.quartz.quantize_nvfp4(w, global_scale)
 
