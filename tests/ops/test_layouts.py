@@ -487,7 +487,7 @@ def test_collectives_are_refused(run_python):
         """
         import os, warnings, torch, torch_quartz, torch.distributed as dist
         warnings.simplefilter("ignore")
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29653", GLOO_SOCKET_IFNAME="lo")
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29653")
         dist.init_process_group("gloo")
         sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (4,), device="quartz", check_invariants=False)
         try:

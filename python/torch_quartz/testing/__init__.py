@@ -54,7 +54,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def surrounded(tensor: Tensor, fill: float = float("nan"), margin: int = 3) -> Tensor:
-    """Return the same values as a view into a larger tensor that is filled with `fill`, with strides that are no product.
+    """Return the same values as a view into a larger tensor that is filled with `fill`.
 
     Parameters
     ----------
