@@ -68,7 +68,8 @@ def test_values(dtype, heads, kv_heads, queries, keys, size, value_size):
         assert got.dtype == dtype and got.shape == (2, heads, queries, value_size) and got.device.type == "quartz"
         want = reference(q, k, v, **options)
         torch.testing.assert_close(got.cpu().double(), want, rtol=0, atol=TOLERANCE[dtype])
-        assert same_bits(got, ops.attention(q.cpu(), k.cpu(), v.cpu(), **options))
+        if torch.quartz.substrate() == "host":  # a GPU has an order of its own
+            assert same_bits(got, ops.attention(q.cpu(), k.cpu(), v.cpu(), **options))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

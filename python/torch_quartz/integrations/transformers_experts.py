@@ -50,7 +50,10 @@ def _patch_interface(module: ModuleType) -> None:
         @functools.wraps(original)
         def experts_forward(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> torch.Tensor:
             if hidden_states.device.type == "quartz" and (options := experts_options(self)) is not None:
-                return _forward(self, options, hidden_states, top_k_index, top_k_weights)
+                try:
+                    return _forward(self, options, hidden_states, top_k_index, top_k_weights)
+                except NotImplementedError:  # the GPU's kernels do not serve every dtype, size and activation
+                    _gates[self] = None
             return original(self, hidden_states, top_k_index, top_k_weights)
 
         return experts_forward
