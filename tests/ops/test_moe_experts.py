@@ -10,7 +10,7 @@ from torch_quartz import ops
 from torch_quartz.testing import FLOATS, same_bits, surrounded
 
 DEVICES = ["quartz", "cpu"]
-# The kernels of a GPU serve fewer sizes and activations and no float32: csrc/tests/test_moe_experts_cuda.cpp, and below.
+# The kernels of a GPU serve fewer sizes and activations, and no float32: test_moe_experts_cuda.py.
 pytestmark = pytest.mark.host
 OAI = {"interleaved": True, "transposed": True, "alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 
