@@ -12,13 +12,21 @@ from torch_quartz.testing import same_bits
 DECODERS = [name for name in available() if case(name).head == "AutoModelForCausalLM"]
 LENGTH = 12
 DTYPES = [torch.float32, torch.bfloat16]
+# docs/determinism.md, "Not covered": what these models run beside the kernels of this project.
+NOT_COVERED = {
+    "mamba": "convolution, and a scan whose form depends on the cache",
+    "qwen3_next": "convolution, linalg_solve_triangular, and another algorithm for a token with a cache",
+    "deepseek_v4": "sums and softmax over other dimensions than the last, ties in its index",
+    ("gpt_oss", torch.float32): "Transformers' eager attention with sinks",
+}
+CASES = [(n, d) for n in DECODERS for d in DTYPES if n not in NOT_COVERED and (n, d) not in NOT_COVERED]
 
 
 def prompt(seed: int, rows: int = 1, length: int = LENGTH) -> torch.Tensor:
     return torch.randint(3, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(seed)).to("quartz")
 
 
-@pytest.fixture(scope="module", params=[(name, dtype) for name in DECODERS for dtype in DTYPES], ids=str)
+@pytest.fixture(scope="module", params=CASES, ids=str)
 def model(request):
     name, dtype = request.param
     return build(name).to("quartz", dtype).eval()
