@@ -15,7 +15,9 @@ _TIES = "rows with equal elements, whose order PyTorch leaves open: it is stable
 _ROUNDED = (
     "the CPU's kernel loses digits of values near 0; ours is compared with float64 in tests/ops/test_row_reduce.py"
 )
+_CHAOTIC = "LBFGS divides by differences of gradients: the last bits of a product in float32 become the state's first"
 EXCLUDED: dict[tuple[str, str, str, str], str] = {
+    ("optim_db", "LBFGS", "float32", "*"): _CHAOTIC,
     **{
         ("op_db", name, dtype, "*"): _ROUNDED
         for name in ("log_softmax", "masked_log_softmax")
