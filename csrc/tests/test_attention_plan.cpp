@@ -51,7 +51,8 @@ void make(Plan& plan) {
 }
 
 Plan ragged_plan(AttentionPlanInput input, const Lengths& lengths, int more_rows = 0, int most_keys = 131072) {
-  Plan plan{input};
+  Plan plan;
+  plan.input = input;
   plan.input.query_starts = {lengths.starts.data(), false};
   plan.input.key_counts = {lengths.keys.data(), false};
   plan.input.sequences = static_cast<int32_t>(lengths.keys.size());
@@ -227,7 +228,8 @@ TEST(AttentionPlan, BadLengthsStayWithinTheRoom) {
   lengths.add(5, -3);
   lengths.add(-4, 1 << 30);
   lengths.add(100, 70);
-  Plan plan{options(8, 2)};
+  Plan plan;
+  plan.input = options(8, 2);
   plan.input.query_starts = {lengths.starts.data(), false};
   plan.input.key_counts = {lengths.keys.data(), false};
   plan.input.sequences = 3;
