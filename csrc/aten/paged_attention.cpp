@@ -151,8 +151,9 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
 
 // How the GPU's kernel divides the work of paged_attention calls: from lengths alone, so that all layers can share it.
 at::Tensor attention_plan(const at::Tensor& query_starts, const at::Tensor& key_counts, int64_t rows, int64_t most_keys,
-                          int64_t heads, int64_t kv_heads, bool causal, std::optional<int64_t> window,
-                          int64_t block_size, int64_t most_queries) {
+                          int64_t heads, int64_t kv_heads, [[maybe_unused]] bool causal,
+                          [[maybe_unused]] std::optional<int64_t> window, int64_t block_size,
+                          [[maybe_unused]] int64_t most_queries) {
   const char* op = "quartz::attention_plan";
   check_indices(op, "query_starts", query_starts, 1);
   check_indices(op, "key_counts", key_counts, 1);
