@@ -139,6 +139,8 @@ def main() -> None:
         counts[device] = torch.quartz.op_counts()
     own, fallback = (sum(pair[i] for pair in counts["quartz"].values()) for i in (0, 1))
     same = "equal" if answers["quartz"].tokens == answers["cpu"].tokens else "DIFFERENT"
+    if same != "equal" and dtype != torch.float32:
+        same += f" (the CPU rounds {arguments.dtype} sums in another order: compare with --dtype float32)"
     costs = "; ".join(
         f"{device} {result.peak_bytes / MEBIBYTE:.0f} MiB peak, {len(result.tokens) / result.seconds:.1f} tokens/s"
         for device, result in answers.items()
