@@ -5,7 +5,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -46,10 +45,7 @@ void apply_token_bitmask_(at::Tensor& logits, const at::Tensor& bitmask, const s
   if (indices.defined()) a.row_indices = indices.const_data_ptr<int64_t>();
   a.masks = masks;
   a.words = bits.size(1);
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(logits)) return kernels::cuda::apply_token_bitmask_(a, current_gpu_stream(logits));
-#endif
-  kernels::cpu::apply_token_bitmask_(a, at_parallel());
+  QUARTZ_RUN_KERNEL(apply_token_bitmask_, logits, a);
 }
 
 }  // namespace

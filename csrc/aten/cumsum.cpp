@@ -9,7 +9,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -33,13 +32,7 @@ std::optional<at::Tensor> run(const at::Tensor& self, int64_t dim, Dtype dtype) 
   a.x_stride = rows.stride;
   a.dtype = kernel_dtype(x);
   a.y_dtype = kernel_dtype(result);
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(self)) {
-    kernels::cuda::cumsum(a, current_gpu_stream(self));
-    return result;
-  }
-#endif
-  kernels::cpu::cumsum(a, at_parallel());
+  QUARTZ_RUN_KERNEL(cumsum, self, a);
   return result;
 }
 

@@ -5,26 +5,25 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 #include "aten/registration.h"
 #include "aten/rows.h"
 
 namespace quartz {
 namespace {
 
-using kernels::Activation;
+using kernels::GluActivation;
 
 constexpr const char* kOp = "quartz::gated_activation";
 
-Activation activation_of(c10::string_view name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "relu2") return Activation::kReluSquared;
+GluActivation activation_of(c10::string_view name) {
+  if (name == "silu") return GluActivation::kSilu;
+  if (name == "gelu") return GluActivation::kGelu;
+  if (name == "gelu_tanh") return GluActivation::kGeluTanh;
+  if (name == "relu") return GluActivation::kRelu;
+  if (name == "relu2") return GluActivation::kReluSquared;
   TORCH_CHECK_VALUE(name == "clamped_swiglu", kOp,
                     ": activation must be one of silu, gelu, gelu_tanh, relu, relu2 and clamped_swiglu, got ", name);
-  return Activation::kClampedSwiglu;
+  return GluActivation::kClampedSwiglu;
 }
 
 at::Tensor gated_activation(const at::Tensor& gate, const std::optional<at::Tensor>& up_given,
@@ -69,13 +68,7 @@ at::Tensor gated_activation(const at::Tensor& gate, const std::optional<at::Tens
   a.alpha = static_cast<float>(alpha);
   a.limit = static_cast<float>(limit);
   a.dtype = kernel_dtype(gate);
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(gate)) {
-    kernels::cuda::gated_activation(a, current_gpu_stream(gate));
-    return y;
-  }
-#endif
-  kernels::cpu::gated_activation(a, at_parallel());
+  QUARTZ_RUN_KERNEL(gated_activation, gate, a);
   return y;
 }
 

@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <string>
 
+#include "aten/parallel.h"
 #include "kernels/dtype.h"
 #include "runtime/export.h"
 
@@ -22,6 +23,25 @@ kernels::DType kernel_dtype(const at::Tensor& tensor);
 bool on_gpu(const at::Tensor& tensor);
 // The stream that work on the tensor's GPU goes to now (a cudaStream_t).
 void* current_gpu_stream(const at::Tensor& tensor);
+
+// Runs kernels::cuda::KERNEL or kernels::cpu::KERNEL on the arguments, by the memory of the tensor WHERE.
+#if QUARTZ_WITH_CUDA
+#define QUARTZ_RUN_KERNEL(KERNEL, WHERE, ARGUMENTS)                  \
+  do {                                                               \
+    if (on_gpu(WHERE)) {                                             \
+      kernels::cuda::KERNEL((ARGUMENTS), current_gpu_stream(WHERE)); \
+    } else {                                                         \
+      kernels::cpu::KERNEL((ARGUMENTS), at_parallel());              \
+    }                                                                \
+  } while (false)
+#else
+#define QUARTZ_RUN_KERNEL(KERNEL, WHERE, ARGUMENTS) kernels::cpu::KERNEL((ARGUMENTS), at_parallel())
+#endif
+
+// The tensor, or a contiguous copy where the elements of its last dimension do not lie side by side.
+inline at::Tensor with_dense_rows(const at::Tensor& tensor) {
+  return tensor.stride(-1) == 1 || tensor.size(-1) <= 1 ? tensor : tensor.contiguous();
+}
 
 struct NamedTensor {
   const char* name;

@@ -11,7 +11,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -40,13 +39,7 @@ at::Tensor run(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& 
   a.eps = static_cast<float>(eps);
   a.dtype = kernel_dtype(x);
   a.weight_dtype = weight.defined() ? kernel_dtype(weight) : bias.defined() ? kernel_dtype(bias) : a.dtype;
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(x)) {
-    kernels::cuda::layer_norm(a, current_gpu_stream(x));
-    return y;
-  }
-#endif
-  kernels::cpu::layer_norm(a, at_parallel());
+  QUARTZ_RUN_KERNEL(layer_norm, x, a);
   return y;
 }
 

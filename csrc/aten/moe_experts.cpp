@@ -178,7 +178,7 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& ids, const at::Ten
   }
 #endif
 
-  const auto dense = x.stride(1) == 1 || layer.hidden == 1 ? x : x.contiguous();
+  const auto dense = with_dense_rows(x);
   const auto long_ids = ids.to(at::kLong).contiguous(), float_weights = weights.to(at::kFloat).contiguous();
   const int64_t at_once = std::max<int64_t>(1, kPairsAtOnce / layer.k);
   for (int64_t begin = 0; begin < layer.tokens; begin += at_once) {

@@ -6,7 +6,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -67,7 +66,7 @@ std::tuple<at::Tensor, at::Tensor> moe_topk(const at::Tensor& logits, int64_t k,
   arguments.group_score = group_score_of(group_score);
   if (rows == 0) return {weights, chosen};
 
-  const auto dense = logits.stride(1) == 1 || experts == 1 ? logits : logits.contiguous();
+  const auto dense = with_dense_rows(logits);
   const auto dense_bias = bias_tensor.defined() ? bias_tensor.contiguous() : at::Tensor();
   const auto dense_given = given.defined() ? given.contiguous() : at::Tensor();
   arguments.logits = dense.const_data_ptr();
@@ -85,13 +84,7 @@ std::tuple<at::Tensor, at::Tensor> moe_topk(const at::Tensor& logits, int64_t k,
   arguments.epsilon = static_cast<float>(epsilon);
   arguments.scale = static_cast<float>(scale);
   arguments.dtype = kernel_dtype(dense);
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(logits)) {
-    kernels::cuda::moe_topk(arguments, current_gpu_stream(logits));
-    return {weights, chosen};
-  }
-#endif
-  kernels::cpu::moe_topk(arguments, at_parallel());
+  QUARTZ_RUN_KERNEL(moe_topk, logits, arguments);
   return {weights, chosen};
 }
 

@@ -6,7 +6,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -45,13 +44,7 @@ std::tuple<at::Tensor, at::Tensor> ngram_propose(const at::Tensor& tokens, int64
   a.earliest = earliest;
   a.proposed = proposed.mutable_data_ptr<int64_t>();
   a.counts = counts.mutable_data_ptr<int64_t>();
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(all)) {
-    kernels::cuda::ngram_propose(a, current_gpu_stream(all));
-    return {proposed, counts};
-  }
-#endif
-  kernels::cpu::ngram_propose(a, at_parallel());
+  QUARTZ_RUN_KERNEL(ngram_propose, all, a);
   return {proposed, counts};
 }
 

@@ -5,6 +5,8 @@
 #include <ATen/core/stack.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "aten/fallback.h"
 #include "aten/own_kernel.h"
 
@@ -34,15 +36,22 @@ class Operators {
   std::vector<torch::Library*> native_;
 };
 
-// Runs the native device's kernel of an operator through the fallback: `fallback_of<at::_ops::mm>(self, mat2)`. Only
-// for operators with one result, which `out=` variants return too.
-template <class Op, class... Arguments>
-at::Tensor fallback_of(Arguments&&... arguments) {
+// Runs the native device's kernel of an operator with N results through the fallback.
+template <class Op, std::size_t N, class... Arguments>
+std::array<at::Tensor, N> fallback_of_many(Arguments&&... arguments) {
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
   torch::jit::Stack stack;
   torch::jit::push(stack, std::forward<Arguments>(arguments)...);
   fallback(op, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &stack);
-  return torch::jit::pop(stack).toTensor();
+  std::array<at::Tensor, N> results;
+  for (std::size_t i = 0; i < N; ++i) results[i] = stack[stack.size() - N + i].toTensor();
+  return results;
+}
+
+// The same for operators with one result, which `out=` variants return too: `fallback_of<at::_ops::mm>(self, mat2)`.
+template <class Op, class... Arguments>
+at::Tensor fallback_of(Arguments&&... arguments) {
+  return std::move(fallback_of_many<Op, 1>(std::forward<Arguments>(arguments)...)[0]);
 }
 
 struct OperatorFile {

@@ -28,7 +28,7 @@ at::Tensor as_matrix(const char* op, const at::Tensor& w) {
   QUARTZ_CHECK_ARGUMENT(has_kernel_dtype(w), op, "w", "be float32, float16 or bfloat16", w.scalar_type());
   const int64_t columns = w.size(-1), rows = columns == 0 ? 0 : w.numel() / columns;
   const auto matrix = w.reshape({rows, columns});
-  return matrix.stride(1) == 1 || columns <= 1 ? matrix : matrix.contiguous();
+  return with_dense_rows(matrix);
 }
 
 std::vector<int64_t> with_last(const at::Tensor& like, int64_t last) {
@@ -36,20 +36,6 @@ std::vector<int64_t> with_last(const at::Tensor& like, int64_t last) {
   sizes.back() = last;
   return sizes;
 }
-
-// Calls the kernel of the memory that `where` has.
-#if QUARTZ_WITH_CUDA
-#define QUARTZ_RUN(KERNEL, WHERE, ...)                               \
-  do {                                                               \
-    if (on_gpu(WHERE)) {                                             \
-      kernels::cuda::KERNEL(__VA_ARGS__, current_gpu_stream(WHERE)); \
-    } else {                                                         \
-      kernels::cpu::KERNEL(__VA_ARGS__, at_parallel());              \
-    }                                                                \
-  } while (false)
-#else
-#define QUARTZ_RUN(KERNEL, WHERE, ...) kernels::cpu::KERNEL(__VA_ARGS__, at_parallel())
-#endif
 
 std::tuple<at::Tensor, at::Tensor> quantize_fp8(const at::Tensor& w, c10::string_view granularity, int64_t block) {
   constexpr const char* kOp = "quartz::quantize_fp8";
@@ -88,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor> quantize_fp8(const at::Tensor& w, c10::string
                                        block_rows,
                                        block_columns,
                                        kernel_dtype(matrix)};
-  QUARTZ_RUN(quantize_fp8, w, arguments);
+  QUARTZ_RUN_KERNEL(quantize_fp8, w, arguments);
   return {codes, scales};
 }
 
@@ -129,7 +115,7 @@ at::Tensor dequantize_fp8(const at::Tensor& codes, const at::Tensor& scales, at:
                                          block_rows,
                                          block_columns,
                                          kernel_dtype(w)};
-  QUARTZ_RUN(dequantize_fp8, codes, arguments);
+  QUARTZ_RUN_KERNEL(dequantize_fp8, codes, arguments);
   return w;
 }
 
@@ -145,7 +131,7 @@ void quantize_fp4(const at::Tensor& matrix, Fp4 format, const at::Tensor& global
                                        matrix.stride(0),
                                        format,
                                        kernel_dtype(matrix)};
-  QUARTZ_RUN(quantize_fp4, matrix, arguments);
+  QUARTZ_RUN_KERNEL(quantize_fp4, matrix, arguments);
 }
 
 // Largest magnitude / (6 * 448): the largest scale of a group is then 448. 1 for zeros; what is not finite counts not.
@@ -216,7 +202,7 @@ at::Tensor dequantize_fp4(const char* op, Fp4 format, const at::Tensor& packed, 
                                          columns,
                                          format,
                                          kernel_dtype(w)};
-  QUARTZ_RUN(dequantize_fp4, packed, arguments);
+  QUARTZ_RUN_KERNEL(dequantize_fp4, packed, arguments);
   return w;
 }
 

@@ -6,7 +6,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -44,15 +43,7 @@ void random_fill_(at::Tensor& self, c10::string_view distribution, int64_t seed,
   a.offset = static_cast<uint64_t>(offset);
   a.first = first;
   a.second = second;
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(result)) {
-    kernels::cuda::random_fill(a, current_gpu_stream(result));
-  } else {
-    kernels::cpu::random_fill(a, at_parallel());
-  }
-#else
-  kernels::cpu::random_fill(a, at_parallel());
-#endif
+  QUARTZ_RUN_KERNEL(random_fill, result, a);
   if (!result.is_same(self)) self.copy_(result);
 }
 

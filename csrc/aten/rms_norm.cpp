@@ -6,7 +6,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 #include "aten/rows.h"
 
 namespace quartz {
@@ -53,10 +52,7 @@ void run(const char* op, const at::Tensor& x, const at::Tensor& residual, const 
   arguments.round_first = round_first;
   arguments.dtype = kernel_dtype(x);
   arguments.weight_dtype = weight.defined() ? kernel_dtype(weight) : arguments.dtype;
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(x)) return kernels::cuda::rms_norm(arguments, current_gpu_stream(x));
-#endif
-  kernels::cpu::rms_norm(arguments, at_parallel());
+  QUARTZ_RUN_KERNEL(rms_norm, x, arguments);
 }
 
 at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight, double eps, double weight_offset,

@@ -6,7 +6,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -15,10 +14,6 @@ namespace {
 struct Axes {
   int64_t heads, positions;  // dimensions of x
 };
-
-at::Tensor last_contiguous(const at::Tensor& tensor) {
-  return tensor.stride(-1) == 1 || tensor.size(-1) == 1 ? tensor : tensor.contiguous();
-}
 
 Axes axes_of(const char* op, const char* name, const at::Tensor& x, int64_t heads_dim) {
   QUARTZ_CHECK_ARGUMENT(x.dim() == 3 || x.dim() == 4, op, name, "have 3 or 4 dimensions", x.dim());
@@ -69,7 +64,7 @@ void run(const char* op, std::initializer_list<NamedTensor> inputs, const at::Te
   a.table_dtype = kernel_dtype(cos);
 
   const c10::DeviceGuard guard(first.device());
-  const auto cosines = last_contiguous(cos), sines = last_contiguous(sin);
+  const auto cosines = with_dense_rows(cos), sines = with_dense_rows(sin);
   const auto take = [&](const at::Tensor& table, const void*& data, int64_t(&stride)[2]) {
     data = table.const_data_ptr();
     stride[0] = table.dim() == 3 && table.size(0) > 1 ? table.stride(0) : 0;
@@ -86,7 +81,7 @@ void run(const char* op, std::initializer_list<NamedTensor> inputs, const at::Te
                           op, name, "have batch, positions and head size of the first tensor", x.sizes());
     QUARTZ_CHECK_ARGUMENT(x.scalar_type() == first.scalar_type(), op, name, "have the dtype of the first tensor",
                           x.scalar_type());
-    const auto& from = kept[count] = last_contiguous(x);
+    const auto& from = kept[count] = with_dense_rows(x);
     auto& to = results[count] = at::empty_like(from);
     auto& tensor = a.tensors[count++];
     if (to.stride(-1) != 1 && to.size(-1) != 1) to = at::empty_like(from, at::MemoryFormat::Contiguous);
@@ -103,10 +98,7 @@ void run(const char* op, std::initializer_list<NamedTensor> inputs, const at::Te
     strides(to, tensor.y_stride);
   }
   if (a.tensors[0].x == nullptr && a.tensors[1].x == nullptr) return;
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(first)) return kernels::cuda::rotary(a, current_gpu_stream(first));
-#endif
-  kernels::cpu::rotary(a, at_parallel());
+  QUARTZ_RUN_KERNEL(rotary, first, a);
 }
 
 at::Tensor rotary(const at::Tensor& x, const at::Tensor& cos, const at::Tensor& sin, c10::string_view style,

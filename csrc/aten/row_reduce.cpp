@@ -15,7 +15,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -43,13 +42,7 @@ at::Tensor reduce(const at::Tensor& self, Reduction reduction, bool keepdim, at:
   a.reduction = reduction;
   a.dtype = kernel_dtype(self);
   a.y_dtype = dtype == at::kLong ? kernels::DType::kFloat32 : kernel_dtype(result);
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(self)) {
-    kernels::cuda::row_reduce(a, current_gpu_stream(self));
-    return result;
-  }
-#endif
-  kernels::cpu::row_reduce(a, at_parallel());
+  QUARTZ_RUN_KERNEL(row_reduce, self, a);
   return result;
 }
 

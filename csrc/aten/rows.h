@@ -68,16 +68,4 @@ inline at::Tensor& give(const at::Tensor& result, at::Tensor& out) {
   return out;
 }
 
-// fallback_of for operators with N results.
-template <class Op, std::size_t N, class... Arguments>
-std::array<at::Tensor, N> fallback_of_many(Arguments&&... arguments) {
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
-  torch::jit::Stack stack;
-  torch::jit::push(stack, std::forward<Arguments>(arguments)...);
-  fallback(op, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), &stack);
-  std::array<at::Tensor, N> results;
-  for (std::size_t i = 0; i < N; ++i) results[i] = stack[stack.size() - N + i].toTensor();
-  return results;
-}
-
 }  // namespace quartz

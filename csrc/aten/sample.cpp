@@ -74,7 +74,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> sample(
   QUARTZ_CHECK_ARGUMENT(vocabulary >= 1 && vocabulary < kernels::kMaxSampleVocabulary, kName, "logits",
                         "have 1 to 2^24 - 1 columns", vocabulary);
   QUARTZ_CHECK_ARGUMENT(top_n >= 0 && top_n <= kernels::kMaxTopLogprobs, kName, "top_n", "be from 0 to 256", top_n);
-  const auto contiguous = logits.stride(1) == 1 || vocabulary == 1 ? logits : logits.contiguous();
+  const auto contiguous = with_dense_rows(logits);
   RowArguments arguments(logits);
   kernels::Sample a{};
   a.logits = contiguous.const_data_ptr();

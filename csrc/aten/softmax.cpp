@@ -10,7 +10,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -34,13 +33,7 @@ at::Tensor run(const at::Tensor& self, bool half_to_float, bool log) {
   a.log = log;
   a.dtype = kernel_dtype(self);
   a.y_dtype = kernel_dtype(result);
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(self)) {
-    kernels::cuda::softmax(a, current_gpu_stream(self));
-    return result;
-  }
-#endif
-  kernels::cpu::softmax(a, at_parallel());
+  QUARTZ_RUN_KERNEL(softmax, self, a);
   return result;
 }
 

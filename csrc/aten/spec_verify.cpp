@@ -8,7 +8,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -68,13 +67,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> spec_veri
   a.next_positions = next_positions.mutable_data_ptr<int64_t>();
   a.tokens = tokens.mutable_data_ptr<int64_t>();
   if (requests > 0) {
-#if QUARTZ_WITH_CUDA
-    if (on_gpu(target)) {
-      kernels::cuda::spec_verify(a, current_gpu_stream(target));
-      return {accepted, committed, next_tokens, next_positions, tokens};
-    }
-#endif
-    kernels::cpu::spec_verify(a, at_parallel());
+    QUARTZ_RUN_KERNEL(spec_verify, target, a);
   }
   return {accepted, committed, next_tokens, next_positions, tokens};
 }

@@ -10,7 +10,6 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
-#include "aten/parallel.h"
 
 namespace quartz {
 namespace {
@@ -53,13 +52,7 @@ Pair run(const at::Tensor& self, int64_t k, bool largest) {
   a.k = k;
   a.largest = largest;
   a.dtype = kernel_dtype(self);
-#if QUARTZ_WITH_CUDA
-  if (on_gpu(self)) {
-    kernels::cuda::topk(a, current_gpu_stream(self));
-    return {values, indices};
-  }
-#endif
-  kernels::cpu::topk(a, at_parallel());
+  QUARTZ_RUN_KERNEL(topk, self, a);
   return {values, indices};
 }
 

@@ -18,13 +18,13 @@
 
 namespace quartz::kernels {
 
-enum class Activation : uint8_t { kSilu, kGelu, kGeluTanh, kRelu, kReluSquared, kClampedSwiglu };
+enum class GluActivation : uint8_t { kSilu, kGelu, kGeluTanh, kRelu, kReluSquared, kClampedSwiglu };
 
 struct GatedActivation {
   const void *gate, *up;  // rows of `width` elements; interleaved: gate at 2j and up at 2j + 1 of `gate`
   void* y;                // contiguous
   int64_t rows, width, gate_stride, up_stride;
-  Activation activation;
+  GluActivation activation;
   bool interleaved, round_first;
   float alpha, limit;
   DType dtype;

@@ -28,23 +28,23 @@ QUARTZ_INLINE Vec16 normal_cdf(const Vec16& g) {
 
 QUARTZ_INLINE Vec16 positive(const Vec16& g) { return max(zero16(), g); }  // NaN stays
 
-template <Activation A>
+template <GluActivation A>
 QUARTZ_INLINE Vec16 activate(const Vec16& g) {
-  if constexpr (A == Activation::kSilu) {
+  if constexpr (A == GluActivation::kSilu) {
     return div(g, add(one(), exp(negative(g))));
-  } else if constexpr (A == Activation::kGelu) {
+  } else if constexpr (A == GluActivation::kGelu) {
     return mul(g, normal_cdf(g));
-  } else if constexpr (A == Activation::kGeluTanh) {  // (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
+  } else if constexpr (A == GluActivation::kGeluTanh) {  // (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
     const Vec16 cube = mul(mul(mul(g, g), g), broadcast16(0.044715f));
     return div(g, add(one(), exp(mul(add(g, cube), broadcast16(-0x1.988454p+0f)))));
   } else {
-    return A == Activation::kRelu ? positive(g) : mul(positive(g), positive(g));
+    return A == GluActivation::kRelu ? positive(g) : mul(positive(g), positive(g));
   }
 }
 
-template <class T, Activation A>
+template <class T, GluActivation A>
 QUARTZ_INLINE Vec16 gated(const GatedActivation& a, Vec16 g, Vec16 u) {
-  if constexpr (A == Activation::kClampedSwiglu) {
+  if constexpr (A == GluActivation::kClampedSwiglu) {
     const Vec16 limit = broadcast16(a.limit), alpha = broadcast16(a.alpha);
     g = min(limit, g);
     u = max(negative(limit), min(limit, u));
@@ -70,7 +70,7 @@ QUARTZ_INLINE void load_pairs(const T* p, int64_t count, Vec16& g, Vec16& u) {
   u = load16(ups);
 }
 
-template <class T, Activation A>
+template <class T, GluActivation A>
 void chunk(const GatedActivation& a, int64_t row, int64_t begin, int64_t end) {
   const T* gate = static_cast<const T*>(a.gate) + row * a.gate_stride;
   const T* up = static_cast<const T*>(a.up) + row * a.up_stride;
@@ -87,7 +87,7 @@ void chunk(const GatedActivation& a, int64_t row, int64_t begin, int64_t end) {
   }
 }
 
-template <class T, Activation A>
+template <class T, GluActivation A>
 void run(const GatedActivation& a, const Parallel& parallel) {
   const int64_t chunks = (a.width + kChunk - 1) / kChunk;
   const int64_t grain = a.width < kChunk ? row_grain(a.width, 2 * kChunk) : 2;
@@ -105,18 +105,18 @@ void gated_activation(const GatedActivation& a, const Parallel& parallel) {
   with_dtype(a.dtype, [&](auto x) {
     using T = decltype(x);
     switch (a.activation) {
-      case Activation::kSilu:
-        return run<T, Activation::kSilu>(a, parallel);
-      case Activation::kGelu:
-        return run<T, Activation::kGelu>(a, parallel);
-      case Activation::kGeluTanh:
-        return run<T, Activation::kGeluTanh>(a, parallel);
-      case Activation::kRelu:
-        return run<T, Activation::kRelu>(a, parallel);
-      case Activation::kReluSquared:
-        return run<T, Activation::kReluSquared>(a, parallel);
-      case Activation::kClampedSwiglu:
-        return run<T, Activation::kClampedSwiglu>(a, parallel);
+      case GluActivation::kSilu:
+        return run<T, GluActivation::kSilu>(a, parallel);
+      case GluActivation::kGelu:
+        return run<T, GluActivation::kGelu>(a, parallel);
+      case GluActivation::kGeluTanh:
+        return run<T, GluActivation::kGeluTanh>(a, parallel);
+      case GluActivation::kRelu:
+        return run<T, GluActivation::kRelu>(a, parallel);
+      case GluActivation::kReluSquared:
+        return run<T, GluActivation::kReluSquared>(a, parallel);
+      case GluActivation::kClampedSwiglu:
+        return run<T, GluActivation::kClampedSwiglu>(a, parallel);
     }
   });
 }

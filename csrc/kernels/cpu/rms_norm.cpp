@@ -1,24 +1,9 @@
 #include "kernels/rms_norm.h"
 
-#include <algorithm>
-#include <type_traits>
-
-#include "kernels/cpu/simd.h"
+#include "kernels/cpu/rows.h"
 
 namespace quartz::kernels::QUARTZ_ISA {
 namespace {
-
-// Scaled and rounded as the module of the model would, before the product with the weight.
-template <class T>
-QUARTZ_INLINE Vec16 rounded(const Vec16& a) {
-  if constexpr (std::is_same_v<T, float>) {
-    return a;
-  } else {
-    T buffer[16];
-    store16(buffer, a);
-    return load16(buffer);
-  }
-}
 
 template <class T, class W>
 void rows(const RmsNorm& a, int64_t begin, int64_t end) {
@@ -45,39 +30,22 @@ void rows(const RmsNorm& a, int64_t begin, int64_t end) {
     for (int64_t k = 0; k < a.width; k += 16) {
       const int64_t n = a.width - k;
       Vec16 value = mul(load16(x + k, n), scale);
-      if (a.round_first) value = rounded<T>(value);
+      if (a.round_first) value = rounded16<T>(value);
       if (weight != nullptr) value = mul(value, add(offset, load16(weight + k, n)));
       store16(y + k, value, n);
     }
   }
 }
 
-template <class T>
-void typed(const RmsNorm& a, const Parallel& parallel) {
-  const int64_t grain = std::max<int64_t>(1, 16384 / std::max<int64_t>(1, a.width));
-  parallel.run(a.rows, grain, [&](int64_t begin, int64_t end) {
-    switch (a.weight_dtype) {
-      case DType::kFloat32:
-        return rows<T, float>(a, begin, end);
-      case DType::kFloat16:
-        return rows<T, Float16>(a, begin, end);
-      default:
-        return rows<T, BFloat16>(a, begin, end);
-    }
-  });
-}
-
 }  // namespace
 
 void rms_norm(const RmsNorm& a, const Parallel& parallel) {
-  switch (a.dtype) {
-    case DType::kFloat32:
-      return typed<float>(a, parallel);
-    case DType::kFloat16:
-      return typed<Float16>(a, parallel);
-    default:
-      return typed<BFloat16>(a, parallel);
-  }
+  with_dtype(a.dtype, [&](auto t) {
+    with_dtype(a.weight_dtype, [&](auto w) {
+      parallel.run(a.rows, row_grain(a.width),
+                   [&](int64_t begin, int64_t end) { rows<decltype(t), decltype(w)>(a, begin, end); });
+    });
+  });
 }
 
 }  // namespace quartz::kernels::QUARTZ_ISA

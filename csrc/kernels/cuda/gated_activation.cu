@@ -7,24 +7,24 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class T, Activation A>
+template <class T, GluActivation A>
 __device__ __forceinline__ float activate(float g) {
-  if constexpr (A == Activation::kSilu) {
+  if constexpr (A == GluActivation::kSilu) {
     return divide_for<T>(g, 1.0f + exp_for<T>(-g));
-  } else if constexpr (A == Activation::kGelu) {
+  } else if constexpr (A == GluActivation::kGelu) {
     return g * 0.5f * (1.0f + erff(g * 0.70710678118654752f));
-  } else if constexpr (A == Activation::kGeluTanh) {  // (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
+  } else if constexpr (A == GluActivation::kGeluTanh) {  // (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
     const float twice = 1.59576912160573073f * fmaf(0.044715f * g * g, g, g);
     return divide_for<T>(g, 1.0f + exp_for<T>(-twice));
   } else {
     const float positive = g > 0.0f || g != g ? g : 0.0f;
-    return A == Activation::kRelu ? positive : positive * positive;
+    return A == GluActivation::kRelu ? positive : positive * positive;
   }
 }
 
-template <class T, Activation A>
+template <class T, GluActivation A>
 __device__ __forceinline__ float gated(const GatedActivation& a, float g, float u) {
-  if constexpr (A == Activation::kClampedSwiglu) {
+  if constexpr (A == GluActivation::kClampedSwiglu) {
     g = g > a.limit ? a.limit : g;
     u = u > a.limit ? a.limit : (u < -a.limit ? -a.limit : u);
     if (!a.round_first) return (u + 1.0f) * divide_for<T>(g, 1.0f + exp_for<T>(-a.alpha * g));
@@ -37,7 +37,7 @@ __device__ __forceinline__ float gated(const GatedActivation& a, float g, float 
 }
 
 // kItems vectors a thread: two where there are enough to fill the processor.
-template <class T, Activation A, int kItems>
+template <class T, GluActivation A, int kItems>
 __global__ void __launch_bounds__(kThreads)
     gated_vectors(GatedActivation a, bool aligned, int64_t vectors, int64_t total) {
   constexpr int V = kVector<T>;
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <class T, Activation A>
+template <class T, GluActivation A>
 void launch(const GatedActivation& a, cudaStream_t stream) {
   constexpr int64_t kSize = sizeof(T);
   const bool aligned = aligned_rows(a.gate, a.gate_stride, kSize, a.rows) &&
@@ -115,18 +115,18 @@ void gated_activation(const GatedActivation& a, void* on) {
   const auto stream = static_cast<cudaStream_t>(on);
   with_dtype(a.dtype, [&]<class T>() {
     switch (a.activation) {
-      case Activation::kSilu:
-        return launch<T, Activation::kSilu>(a, stream);
-      case Activation::kGelu:
-        return launch<T, Activation::kGelu>(a, stream);
-      case Activation::kGeluTanh:
-        return launch<T, Activation::kGeluTanh>(a, stream);
-      case Activation::kRelu:
-        return launch<T, Activation::kRelu>(a, stream);
-      case Activation::kReluSquared:
-        return launch<T, Activation::kReluSquared>(a, stream);
-      case Activation::kClampedSwiglu:
-        return launch<T, Activation::kClampedSwiglu>(a, stream);
+      case GluActivation::kSilu:
+        return launch<T, GluActivation::kSilu>(a, stream);
+      case GluActivation::kGelu:
+        return launch<T, GluActivation::kGelu>(a, stream);
+      case GluActivation::kGeluTanh:
+        return launch<T, GluActivation::kGeluTanh>(a, stream);
+      case GluActivation::kRelu:
+        return launch<T, GluActivation::kRelu>(a, stream);
+      case GluActivation::kReluSquared:
+        return launch<T, GluActivation::kReluSquared>(a, stream);
+      case GluActivation::kClampedSwiglu:
+        return launch<T, GluActivation::kClampedSwiglu>(a, stream);
     }
   });
 }
