@@ -33,7 +33,11 @@ void register_everything() {
   register_convolution(aten);
   register_attention(aten);
   register_dropout(aten);
-  if (!substrate().is_cuda()) {
+  if (substrate().is_cuda()) {
+    register_recurrent_cudnn(aten);
+    register_fft_half(aten);
+    register_jagged(aten);
+  } else {
     register_recurrent(aten);
     register_histogram(aten);
   }
