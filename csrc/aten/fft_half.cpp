@@ -4,8 +4,8 @@
 // the others, which begin with a real-to-complex transform, are written with the primitives here. Other dtypes go to
 // the composite.
 #include <ATen/CompositeImplicitAutogradFunctions.h>
+#include <ATen/Operators.h>
 #include <ATen/WrapDimUtils.h>
-#include <ATen/native/Resize.h>
 #include <ATen/ops/_fft_c2c.h>
 #include <ATen/ops/_fft_r2c.h>
 #include <ATen/ops/conj_physical.h>
@@ -74,14 +74,23 @@ int64_t scaling(const Norm& norm, bool forward) {
   return (norm == "forward") == forward ? 2 : 0;
 }
 
-Tensor real_to_complex(const Tensor& x, const Signal& signal, const Norm& norm, bool one_sided, bool forward) {
+// With `out` the result is written there, as the composites do it: the primitives choose its strides.
+Tensor real_to_complex(const Tensor& x, const Signal& signal, const Norm& norm, bool one_sided, bool forward,
+                       Tensor* out) {
   const auto input = cut_or_padded(x, signal);
   const auto mode = scaling(norm, forward);
-  if (forward) return at::_fft_r2c(input, signal.dims, mode, one_sided);
+  const at::IntArrayRef dims = signal.dims;
+  if (forward && out != nullptr) return at::_fft_r2c_out(*out, input, dims, mode, one_sided);
+  if (forward) return at::_fft_r2c(input, dims, mode, one_sided);
   // The inverse of a real signal is the conjugate of its transform; further dimensions follow as complex ones.
-  auto result = at::conj_physical(at::_fft_r2c(input, signal.dims.back(), mode, one_sided));
-  if (signal.dims.size() == 1) return result;
-  return at::_fft_c2c(result, at::IntArrayRef(signal.dims).slice(0, signal.dims.size() - 1), mode, /*forward=*/false);
+  if (dims.size() == 1) {
+    if (out == nullptr) return at::_fft_r2c(input, dims, mode, one_sided).conj();
+    return at::conj_physical_out(*out, at::_fft_r2c_out(*out, input, dims, mode, one_sided));
+  }
+  const auto last = at::conj_physical(at::_fft_r2c(input, dims.back(), mode, one_sided));
+  const auto others = dims.slice(0, dims.size() - 1);
+  if (out != nullptr) return at::_fft_c2c_out(*out, last, others, mode, /*forward=*/false);
+  return at::_fft_c2c(last, others, mode, /*forward=*/false);
 }
 
 template <class Operator, class OutOperator, auto Composite, auto OutComposite, Spectrum kSpectrum, bool kForward,
@@ -99,7 +108,7 @@ struct Transform<Operator, OutOperator, Composite, OutComposite, kSpectrum, kFor
     } else {
       // PyTorch's checks of the arguments, which it makes of float16 on meta tensors too.
       Operator::call(at::empty_like(x, x.options().device(at::kMeta)), size, dim, norm);
-      return real_to_complex(x, signal_of(x, size, dim), norm, kSpectrum == Spectrum::kOneSided, kForward);
+      return real_to_complex(x, signal_of(x, size, dim), norm, kSpectrum == Spectrum::kOneSided, kForward, nullptr);
     }
   }
 
@@ -110,9 +119,8 @@ struct Transform<Operator, OutOperator, Composite, OutComposite, kSpectrum, kFor
     } else {
       auto meta_out = at::empty_like(out, out.options().device(at::kMeta));
       OutOperator::call(at::empty_like(x, x.options().device(at::kMeta)), size, dim, norm, meta_out);
-      const auto result = call(x, size, dim, norm);
-      at::native::resize_output_symint(out, result.sym_sizes());
-      return out.copy_(result);
+      real_to_complex(x, signal_of(x, size, dim), norm, kSpectrum == Spectrum::kOneSided, kForward, &out);
+      return out;
     }
   }
 };
