@@ -134,7 +134,7 @@ TEST(Fill, InstructionSetsAgree) {
   std::vector<float> first(1003), second(1003);
   for (const auto distribution :
        {Distribution::kUniform, Distribution::kNormal, Distribution::kExponential, Distribution::kBernoulli}) {
-    RandomFill fill{first.data(), 1003, DType::kFloat32, distribution, 7, 9, 0.4, 1.5};
+    RandomFill fill{first.data(), 1003, RandomType::kFloat32, distribution, {7, 9}, 0.4, 1.5};
     cpu_avx2::random_fill(fill, serial());
     fill.result = second.data();
     cpu_avx512::random_fill(fill, serial());
