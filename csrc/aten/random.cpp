@@ -23,6 +23,9 @@ using Generator = std::optional<at::Generator>;
 using kernels::Distribution;
 namespace templates = at::native::templates;
 
+// Elements that the kernels draw: float32, float16, bfloat16, float64, and pairs of them.
+bool serves(const at::Tensor& self) { return has_random_type(self) || self.is_complex(); }
+
 void draw(const at::Tensor& self, Distribution distribution, double first, double second, const Generator& generator) {
   kernels::RandomFill fill{};
   fill.distribution = distribution;
@@ -42,6 +45,7 @@ struct UniformKernel {
 template <class>
 struct NormalKernel {
   void operator()(const at::Tensor& self, double mean, double std, const Generator& generator) {
+    TORCH_CHECK_NOT_IMPLEMENTED(has_random_type(self), "\"normal\" not implemented for '", self.scalar_type(), "'");
     at::assert_no_internal_overlap(self);
     draw(self, Distribution::kNormal, mean, std, generator);
   }
@@ -72,8 +76,8 @@ template <class>
 struct BernoulliTensorKernel {
   void operator()(const at::Tensor& self, const at::Tensor& p, const Generator& generator) {
     check_same_device("bernoulli", {{"self", self}, {"p", p}});
-    TORCH_CHECK(at::isFloatingType(p.scalar_type()), "expected probabilities tensor to have floating type, got ",
-                p.scalar_type());
+    TORCH_CHECK_NOT_IMPLEMENTED(at::isFloatingType(p.scalar_type()),
+                                "bernoulli expects probabilities of a floating type, got ", p.scalar_type());
     const bool wide = p.scalar_type() == at::kDouble;
     const auto dense = at::expand_inplace(self, p, "bernoulli_")->to(wide ? at::kDouble : at::kFloat).contiguous();
     if (!on_gpu(dense)) wide ? check_probabilities<double>(dense) : check_probabilities<float>(dense);
@@ -85,10 +89,6 @@ struct BernoulliTensorKernel {
   }
 };
 
-// Elements that the kernels draw: float32, float16, bfloat16, float64, and pairs of them.
-bool serves(const at::Tensor& self) {
-  return has_random_type(self) || self.is_complex();
-}
 bool serves_bernoulli(const at::Tensor& self) {
   switch (self.scalar_type()) {
     case at::kByte:

@@ -171,8 +171,9 @@ const at::Generator& native_generator(const at::Generator& generator) { return q
 at::Generator generator_or_default(const std::optional<at::Generator>& generator, c10::Device device) {
   if (!generator) return default_generator(device.index());
   TORCH_CHECK(generator->defined(), "Generator with undefined implementation is not allowed");
-  TORCH_CHECK(generator->device().type() == kQuartz, "Expected a '", device, "' device type for generator but found '",
-              generator->device(), "'");
+  // A quartz generator beside tensors of another device brings their call here too.
+  TORCH_CHECK(generator->device().type() == kQuartz && device.type() == kQuartz, "Expected a '", device,
+              "' device type for generator but found '", generator->device(), "'");
   return *generator;
 }
 

@@ -150,6 +150,19 @@ def test_exception_types_are_compared():
     assert verdicts[0].without_reference == 1
 
 
+def test_random_numbers_are_compared_by_kind():
+    def verdict(expected, got):
+        pair = [Outcome("a", tensors={"output": record(x, "cpu")}) for x in (expected, got)]
+        return compare([pair[0]], [pair[1]], Rules(bit_equal=True, random=True)).status
+
+    uniform = torch.arange(1, 33) / 33
+    assert verdict(uniform, uniform.flip(0)) == "passed"
+    assert verdict(uniform, -uniform) == "failed" and verdict(uniform, uniform * 2) == "failed"
+    assert verdict(uniform.round(), uniform) == "failed" and verdict(uniform, uniform.log() / 0) == "failed"
+    assert verdict(uniform, uniform.double()) == "failed" and verdict(uniform, uniform[:31]) == "failed"
+    assert verdict(uniform[:4], -uniform[:4]) == "passed"  # too few to tell
+
+
 def test_missing_and_extra_results_are_failures():
     one, two = [Outcome("a")], [Outcome("a"), Outcome("b")]
     assert compare(two, one, Rules(bit_equal=True)).status == "failed"
@@ -198,5 +211,6 @@ def test_expecttest_stand_in_is_enough():
 
 
 def test_every_exclusion_has_a_cause():
-    for cause in (*exclusions.EXCLUDED.values(), *exclusions.CLOSE_ON_HOST.values(), *exclusions.OWN_ORDER.values()):
+    lists = (exclusions.EXCLUDED, exclusions.CLOSE_ON_HOST, exclusions.OWN_ORDER, exclusions.RANDOM)
+    for cause in (cause for causes in lists for cause in causes.values()):
         assert len(cause) > 20
