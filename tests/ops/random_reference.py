@@ -172,7 +172,7 @@ def multinomial(seed, offset, rows, samples, replacement):
     for number, row in enumerate(rows):
         w = weights(row)
         if replacement:
-            masses = [int(math.floor(x * 2.0**39)) for x in w]
+            masses = [math.floor(x * 2.0**39) for x in w]
             total, drawn = sum(masses), []
             for k in range(samples):
                 four = block(seed, offset, number * math.ceil(samples / 2) + k // 2)
@@ -191,5 +191,5 @@ def multinomial(seed, offset, rows, samples, replacement):
             word = block(seed, offset, index)[j % 4]
             tail = block(seed, offset, index, RACES)[j % 4]
             scores.append(F(F(x) / race_exponential(word, tail)) if row[j] > 0 else F(-1))
-        result.append(sorted(range(len(row)), key=lambda j: (-scores[j], j))[:samples])  # noqa: B023
+        result.append(sorted(range(len(row)), key=lambda j: (-scores[j], j))[:samples])
     return result

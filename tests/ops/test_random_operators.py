@@ -55,7 +55,9 @@ def test_formulas(seed, offset):
         rounded = wanted(uniform, dtype)
         rounded[rounded >= 3] = -2
         assert same_bits(take("uniform_", dtype=dtype).cpu(), rounded)
-        assert same_bits(take("normal_", dtype=dtype).cpu(), wanted(reference.normal(seed, offset, 39, 0.5, 2.0), dtype))
+        assert same_bits(
+            take("normal_", dtype=dtype).cpu(), wanted(reference.normal(seed, offset, 39, 0.5, 2.0), dtype)
+        )
 
 
 @pytest.mark.parametrize("offset", [0, 2**32 - 3])
@@ -93,12 +95,16 @@ def test_layout_threads_and_instruction_set_do_not_matter(name, dtype, instructi
                     x = {
                         "plain": lambda x: x,
                         "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
-                        "transposed": lambda x: torch.empty(41, 7, 5, 3, dtype=x.dtype, device="quartz").permute(3, 2, 1, 0),
+                        "transposed": lambda x: torch.empty(41, 7, 5, 3, dtype=x.dtype, device="quartz").permute(
+                            3, 2, 1, 0
+                        ),
                         "surrounded": surrounded,
                         "every second": lambda x: torch.empty(3, 5, 7, 82, dtype=x.dtype, device="quartz")[..., ::2],
                     }[layout](x)
                     strides = x.stride()
-                    arguments = {"uniform_": (-2.0, 3.0), "normal_": (0.5, 2.0), "exponential_": (1.5,)}.get(name, (0.3,))
+                    arguments = {"uniform_": (-2.0, 3.0), "normal_": (0.5, 2.0), "exponential_": (1.5,)}.get(
+                        name, (0.3,)
+                    )
                     assert getattr(x, name)(*arguments, generator=generator_at(SEED, 2)) is x
                     assert x.stride() == strides and same_bits(x, want), layout
     finally:
@@ -208,7 +214,10 @@ def test_multinomial_does_not_depend_on_threads_or_instruction_set(instruction_s
         for _ in instruction_sets():
             for count in (1, 4):
                 torch.set_num_threads(count)
-                drawn = [torch.multinomial(rows, n, r, generator=generator_at(3, 4)) for n, r in ((1, False), (50, False), (50, True))]
+                drawn = [
+                    torch.multinomial(rows, n, r, generator=generator_at(3, 4))
+                    for n, r in ((1, False), (50, False), (50, True))
+                ]
                 results.append(torch.cat(drawn, dim=1))
     finally:
         torch.set_num_threads(threads)
@@ -277,7 +286,7 @@ def test_multinomial_errors_are_those_of_pytorch(call, message):
 
 
 def test_multinomial_needs_enough_categories():
-    with pytest.raises(RuntimeError, match="num_samples must be at most the number of categories .* got 3"):
+    with pytest.raises(RuntimeError, match=r"num_samples must be at most the number of categories .* got 3"):
         torch.multinomial(torch.tensor([1.0, 0, 2, 0], device="quartz"), 3)
     assert torch.multinomial(torch.empty(0, 4, device="quartz"), 2).shape == (0, 2)
 
@@ -335,7 +344,9 @@ def test_normal_of_tensors():
 
     m, s = mean.to("quartz"), std.to("quartz")
     assert torch.equal(take(m, s), z * std + mean)
-    assert torch.equal(take(m, 2.0), torch.tensor([float(v) for v in reference.normal(SEED, 0, 15, 0, 2)]).view(3, 5) + mean)
+    assert torch.equal(
+        take(m, 2.0), torch.tensor([float(v) for v in reference.normal(SEED, 0, 15, 0, 2)]).view(3, 5) + mean
+    )
     assert torch.equal(take(-1.0, s), z[0] * std - 1)
     assert torch.equal(take(0.0, 1.0, (3, 5), device="quartz"), z)
     out = torch.empty(0, device="quartz")
@@ -374,7 +385,10 @@ def test_torch_distributions():
         (lambda x: x.expand(2, 4).uniform_(), RuntimeError),
         (lambda x: x[:1].expand(4).normal_(), RuntimeError),
         (lambda x: x[:1].expand(4).bernoulli_(0.5), RuntimeError),
-        (lambda x: torch.bernoulli(torch.ones(3, dtype=torch.int64, device=x.device)), (RuntimeError, NotImplementedError)),
+        (
+            lambda x: torch.bernoulli(torch.ones(3, dtype=torch.int64, device=x.device)),
+            (RuntimeError, NotImplementedError),
+        ),
     ],
 )
 def test_errors_are_those_of_pytorch_and_change_nothing(call, error):

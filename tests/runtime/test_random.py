@@ -46,9 +46,19 @@ def test_operators_of_the_native_device_draw_its_numbers(draw):
 def test_numbers_of_the_counter_are_the_same_on_every_substrate():
     # By the formulas of docs/ops/random.md, worked out by tests/ops/random_reference.py; offsets 0, 1 and 2 of seed 5.
     torch.manual_seed(5)
-    assert torch.rand(4, device="quartz").tolist() == [0.23616522550582886, 0.7057997584342957, 0.9856767654418945, 0.5547667741775513]
+    assert torch.rand(4, device="quartz").tolist() == [
+        0.23616522550582886,
+        0.7057997584342957,
+        0.9856767654418945,
+        0.5547667741775513,
+    ]
     assert torch.randint(0, 9, (4,), device="quartz").shape == (4,)
-    assert torch.randn(4, device="quartz").tolist() == [0.7245983481407166, 1.107853889465332, 1.206884741783142, -0.6249162554740906]
+    assert torch.randn(4, device="quartz").tolist() == [
+        0.7245983481407166,
+        1.107853889465332,
+        1.206884741783142,
+        -0.6249162554740906,
+    ]
     assert torch.multinomial(torch.tensor([1.0, 2, 3, 4], device="quartz"), 4).tolist() == [3, 1, 2, 0]
 
 
@@ -186,3 +196,20 @@ def test_uniform_numbers_stay_below_one(dtype):
     # Half-open as documented. CUDA's own kernels round up to 1 in half precision (pytorch#96947).
     x = torch.rand(1_000_000, dtype=dtype, device="quartz")
     assert x.max() < 1 and x.min() >= 0
+
+
+def test_seeds_given_before_there_is_a_context_follow_in_their_order(monkeypatch):
+    from torch_quartz.device import lifecycle, random
+
+    calls = []
+    monkeypatch.setattr(lifecycle, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_lazy_call", calls.append)
+    monkeypatch.setattr(torch.cuda, "manual_seed", lambda seed: None)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: None)
+    torch.quartz.manual_seed(3)
+    torch.quartz.manual_seed_all(4)
+    torch.quartz.manual_seed(5)
+    assert len(calls) == 1 and torch.quartz.initial_seed() == 0
+    calls[0]()
+    assert torch.quartz.initial_seed() == 5 and not random._pending
+    assert all(generator.initial_seed() == 4 for generator in torch.quartz.default_generators[1:])

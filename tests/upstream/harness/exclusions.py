@@ -113,11 +113,11 @@ OWN_ORDER: dict[str, str] = {
     },
 }
 
-# Operators whose numbers come from the counter of quartz's generator (docs/ops/random.md), so that they are not those of
-# the native device. A check in which one of them has computed is compared in everything but the elements; of those the
-# kind counts (finite, not negative, from 0 to 1, whole), and a second run with the same seed must give the same bits. The
+# Operators whose numbers come from the counter of quartz's generator (docs/ops/random.md) and are not those of the
+# native device. A check in which one of them has computed is compared in everything but the elements; of those the kind
+# counts (finite, not negative, from 0 to 1, whole), and a second run with the same seed must give the same bits. The
 # numbers themselves are compared with a reference in tests/ops/test_random_operators.py.
-_COUNTER = "the numbers are those of quartz's counter generator, the same on host and CUDA; PyTorch's differ between them"
+_COUNTER = "the numbers are those of quartz's counter generator, the same on host and CUDA, where PyTorch's differ"
 RANDOM: dict[str, str] = {
     f"aten::{name}": _COUNTER
     for name in (
