@@ -1,5 +1,5 @@
-// Random number generators: seeds, states, clones, and the numbers they give. The reference is the counter's kernel, and
-// for operators of the native device a native generator with the same seed on a native tensor.
+// Random number generators: seeds, states, clones, and the numbers they give. The reference is the counter's kernel,
+// and for operators of the native device a native generator with the same seed on a native tensor.
 #include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rand.h>
