@@ -116,6 +116,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     quartz::substrate().guard().synchronizeDevice(device);
   });
   m.def("default_generator", [](int64_t index) { return quartz::default_generator(checked_index(index)); });
+  m.def("native_generator",
+        [](int64_t index) { return quartz::native_generator(quartz::default_generator(checked_index(index))); });
   m.def("default_stream", [](int64_t index) {
     const c10::Device device(quartz::kQuartz, checked_index(index));
     const auto stream = c10::impl::getDeviceGuardImpl(quartz::kQuartz)->getDefaultStream(device);

@@ -32,7 +32,6 @@ void register_everything() {
   register_set(aten);
   register_convolution(aten);
   register_attention(aten);
-  register_dropout(aten);
   if (substrate().is_cuda()) {
     register_recurrent_cudnn(aten);
     register_fft_half(aten);

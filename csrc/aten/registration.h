@@ -26,7 +26,6 @@ void register_copies(torch::Library& library);           // copy.cpp
 void register_set(torch::Library& library);              // set.cpp
 void register_convolution(torch::Library& library);      // convolution.cpp
 void register_attention(torch::Library& library);        // attention.cpp
-void register_dropout(torch::Library& library);          // dropout.cpp
 void register_recurrent(torch::Library& library);        // recurrent.cpp: host only
 void register_histogram(torch::Library& library);        // histogram.cpp: host only
 void register_recurrent_cudnn(torch::Library& library);  // recurrent_cudnn.cpp: cuda only

@@ -44,6 +44,14 @@ QUARTZ_HD float product(float a, float b) {
 #endif
 }
 
+QUARTZ_HD double product(double a, double b) {
+#ifdef __CUDA_ARCH__
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
 // In (0, 1), 23 bits: the smallest is 2^-24, the largest 1 - 2^-24.
 QUARTZ_HD float open_uniform(uint32_t word) {
   return (static_cast<float>(static_cast<int32_t>(word >> 9)) + 0.5f) * 0x1p-23f;
@@ -75,7 +83,28 @@ QUARTZ_HD float minus_log_of_rest(float u) {
 enum class NoiseStream : uint32_t {
   kTokens = 0,  // one word a token: counter (token id / 4, ...), word token id % 4
   kTails = 1,   // 23 further bits of a token whose first word is small, counter (token id, ...)
-  kFills = 2,   // random_fill.h
+  kFills = 2,   // the draws of a generator (RandomSource)
+  kRaces = 3,   // 23 further bits of the draws of multinomial.h whose first word is small
+};
+
+// The words of one draw of a generator: block `i` has counter (offset + i in 64 bits, 0, stream) and the seed as key. In
+// a captured CUDA graph seed and offset change from replay to replay and stand in device memory; a third word of 1
+// keeps those blocks apart from the generator's own.
+struct RandomSource {
+  uint64_t seed, offset;
+  const int64_t *graph_seed, *graph_offset;  // null outside a capture; the second is added to `offset`
+  uint32_t third;
+
+  // With the values of this replay; to be called where the kernel runs.
+  QUARTZ_HD RandomSource resolved() const {
+    if (graph_seed == nullptr) return {seed, offset, nullptr, nullptr, 0};
+    return {static_cast<uint64_t>(*graph_seed), offset + static_cast<uint64_t>(*graph_offset), nullptr, nullptr, 1};
+  }
+  QUARTZ_HD PhiloxWords block(int64_t index, NoiseStream stream = NoiseStream::kFills) const {
+    const uint64_t counter = offset + static_cast<uint64_t>(index);
+    return philox4x32(static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), third,
+                      static_cast<uint32_t>(stream), static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32));
+  }
 };
 
 // The Gumbel noise of the tokens at one position. The 64 bits of the seed are the key; position, sample index and

@@ -1,31 +1,43 @@
 // Random numbers into contiguous memory: element i is a function of (seed, offset, i) alone, in the same bits on host
-// and CUDA. Four neighbours share the Philox block with counter (offset + i / 4 in 64 bits, 0, 2) and the seed as key,
-// so that n elements use ceil(n / 4) offsets.
-//   uniform      first + u (second - first), u a multiple of 2^-24 (float16: 2^-11, bfloat16: 2^-8) in [0, 1); what
-//   rounds to
-//                `second` becomes `first`
-//   normal       first + second * z, z by Box and Muller from two words each: |z| < 6.67
+// and CUDA. The blocks of a RandomSource (philox.h) give four words each; neighbours share a block:
+//   4 elements of every type but float64, so that n elements use ceil(n / 4) offsets; probabilities always do
+//   2 elements of float64, so that n elements use ceil(n / 2) offsets
+// Distributions, computed in float32 (float64 for float64) and rounded once:
+//   uniform      first + u (second - first), u a multiple of 2^-24 (float16: 2^-11, bfloat16: 2^-8, float64: 2^-53) in
+//                [0, 1); what rounds to `second` becomes `first`
+//   normal       first + second * z, z by Box and Muller from two words each (float64: four): |z| < 6.67 (8.58)
 //   exponential  -log(v) / first, v in (0, 1): never 0
-//   bernoulli    1 with probability `first`, else 0
+//   bernoulli    1 where the word is below p * 2^32, else 0; p is `first`, or element i of `probabilities`
 #pragma once
 
 #include "kernels/dtype.h"
 #include "kernels/isa.h"
 #include "kernels/parallel.h"
 #include "kernels/philox.h"
+#include "kernels/random_wide.h"
 
 namespace quartz::kernels {
 
 enum class Distribution : uint8_t { kUniform, kNormal, kExponential, kBernoulli };
+// kBool holds Bernoulli numbers only, a byte each.
+enum class RandomType : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64, kBool };
 
 struct RandomFill {
   void* result;
   int64_t count;
-  DType dtype;
+  RandomType type;
   Distribution distribution;
-  uint64_t seed, offset;
+  RandomSource source;
   double first, second;
+  const void* probabilities;  // null: `first` is the probability of all; else `count` of them
+  bool wide_probabilities;    // float64 instead of float32
 };
+
+// Blocks that `count` elements use up.
+constexpr int64_t random_blocks(RandomType type, Distribution distribution, int64_t count) {
+  const int64_t shared = type == RandomType::kFloat64 && distribution != Distribution::kBernoulli ? 2 : 4;
+  return (count + shared - 1) / shared;
+}
 
 namespace random_constants {
 constexpr float kTwoPi = 0x1.921fb6p+2f;
@@ -57,48 +69,94 @@ QUARTZ_HD float exponential_of(uint32_t word) {
   return -log_f32(v < 0x1.fffffep-1f ? v : 0x1.fffffep-1f);
 }
 
-// The four elements of one block, before they are rounded to the type of the result. `bits` of a uniform number count.
+// A word is below it with probability p: in steps of 2^-32, rounded down. NaN counts as 0.
+QUARTZ_HD uint64_t threshold_of(double p) {
+  if (p >= 1.0) return uint64_t{1} << 32;
+  return p > 0.0 ? static_cast<uint64_t>(p * 0x1p+32) : 0;
+}
+
+// What the elements share.
+struct FillParameters {
+  float first, second;
+  double wide_first, wide_second;
+  uint64_t threshold;
+  int bits;
+
+  QUARTZ_HD explicit FillParameters(const RandomFill& a)
+      : first(static_cast<float>(a.first)),
+        second(static_cast<float>(a.second)),
+        wide_first(a.first),
+        wide_second(a.second),
+        threshold(threshold_of(a.first)),
+        bits(a.type == RandomType::kFloat32   ? 24
+             : a.type == RandomType::kFloat16 ? 11
+                                              : 8) {}
+};
+
+// The four elements of one block, before they are rounded to the type of the result.
 template <Distribution kDistribution>
-QUARTZ_HD void random_four(const PhiloxWords& words, float first, float second, uint32_t threshold, int bits,
-                           float (&out)[4]) {
+QUARTZ_HD void random_four(const PhiloxWords& words, const FillParameters& p, float (&out)[4]) {
   if constexpr (kDistribution == Distribution::kUniform) {
+    const float unit = p.bits == 24 ? 0x1p-24f : p.bits == 11 ? 0x1p-11f : 0x1p-8f;
     for (int j = 0; j < 4; ++j) {
-      const float u = static_cast<float>(static_cast<int32_t>(words.word[j] >> (32 - bits))) * (bits == 24   ? 0x1p-24f
-                                                                                                : bits == 11 ? 0x1p-11f
-                                                                                                             : 0x1p-8f);
-      out[j] = fmaf(u, second - first, first);
+      const float u = static_cast<float>(static_cast<int32_t>(words.word[j] >> (32 - p.bits))) * unit;
+      out[j] = fmaf(u, p.second - p.first, p.first);
     }
   } else if constexpr (kDistribution == Distribution::kNormal) {
     for (int j = 0; j < 4; j += 2) {
       const float radius = sqrtf(2.0f * exponential_of(words.word[j]));
       float sine, cosine;
       sine_cosine(words.word[j + 1], &sine, &cosine);
-      out[j] = fmaf(product(radius, cosine), second, first);
-      out[j + 1] = fmaf(product(radius, sine), second, first);
+      out[j] = fmaf(product(radius, cosine), p.second, p.first);
+      out[j + 1] = fmaf(product(radius, sine), p.second, p.first);
     }
   } else if constexpr (kDistribution == Distribution::kExponential) {
-    for (int j = 0; j < 4; ++j) out[j] = exponential_of(words.word[j]) / first;
+    for (int j = 0; j < 4; ++j) out[j] = exponential_of(words.word[j]) / p.first;
   } else {
-    // threshold 2^32 - 1 with a second of 1 stands for a probability of 1.
-    for (int j = 0; j < 4; ++j) out[j] = second == 1.0f || words.word[j] < threshold ? 1.0f : 0.0f;
+    for (int j = 0; j < 4; ++j) out[j] = words.word[j] < p.threshold ? 1.0f : 0.0f;
   }
 }
 
-QUARTZ_HD PhiloxWords random_block(const RandomFill& a, int64_t block) {
-  const uint64_t counter = a.offset + static_cast<uint64_t>(block);
-  return philox4x32(static_cast<uint32_t>(counter), static_cast<uint32_t>(counter >> 32), 0,
-                    static_cast<uint32_t>(NoiseStream::kFills), static_cast<uint32_t>(a.seed),
-                    static_cast<uint32_t>(a.seed >> 32));
+// The two float64 elements of one block.
+template <Distribution kDistribution>
+QUARTZ_HD void random_two(const PhiloxWords& words, const FillParameters& p, double (&out)[2]) {
+  const uint64_t pair[2] = {wide_word(words.word[0], words.word[1]), wide_word(words.word[2], words.word[3])};
+  if constexpr (kDistribution == Distribution::kUniform) {
+    for (int j = 0; j < 2; ++j) {
+      const double u = static_cast<double>(static_cast<int64_t>(pair[j] >> 11)) * 0x1p-53;
+      const double value = fma(u, p.wide_second - p.wide_first, p.wide_first);
+      out[j] = value >= p.wide_second ? p.wide_first : value;
+    }
+  } else if constexpr (kDistribution == Distribution::kNormal) {
+    const double radius = sqrt(2.0 * wide_exponential_of(pair[0]));
+    double sine, cosine;
+    wide_sine_cosine(pair[1], &sine, &cosine);
+    out[0] = fma(product(radius, cosine), p.wide_second, p.wide_first);
+    out[1] = fma(product(radius, sine), p.wide_second, p.wide_first);
+  } else {
+    for (int j = 0; j < 2; ++j) out[j] = wide_exponential_of(pair[j]) / p.wide_first;
+  }
 }
 
-// Element 4 block + j in the type of the result.
+// An element in the type of the result.
 template <class T>
 QUARTZ_HD T random_element(const RandomFill& a, float value) {
-  const T rounded = from_float<T>(value);
-  if (a.distribution == Distribution::kUniform && to_float(rounded) >= static_cast<float>(a.second)) {
-    return from_float<T>(static_cast<float>(a.first));
+  if constexpr (sizeof(T) == 1 || sizeof(T) == 8) {
+    return static_cast<T>(value);  // 0 or 1
+  } else {
+    const T rounded = from_float<T>(value);
+    if (a.distribution == Distribution::kUniform && to_float(rounded) >= static_cast<float>(a.second)) {
+      return from_float<T>(static_cast<float>(a.first));
+    }
+    return rounded;
   }
-  return rounded;
+}
+
+// Element i of a fill with one probability an element, given its word.
+QUARTZ_HD float bernoulli_of(const RandomFill& a, int64_t i, uint32_t word) {
+  const double p = a.wide_probabilities ? static_cast<const double*>(a.probabilities)[i]
+                                        : static_cast<double>(static_cast<const float*>(a.probabilities)[i]);
+  return word < threshold_of(p) ? 1.0f : 0.0f;
 }
 
 QUARTZ_CPU_KERNEL(void, random_fill, (const RandomFill& a, const Parallel& parallel), (a, parallel))
@@ -108,25 +166,5 @@ namespace cuda {
 void random_fill(const RandomFill& a, void* stream);
 }  // namespace cuda
 #endif
-
-// What random_four wants beside the words.
-struct FillParameters {
-  float first, second;
-  uint32_t threshold;
-  int bits;
-
-  QUARTZ_HD explicit FillParameters(const RandomFill& a)
-      : first(static_cast<float>(a.first)),
-        second(static_cast<float>(a.second)),
-        threshold(0),
-        bits(a.dtype == DType::kFloat32   ? 24
-             : a.dtype == DType::kFloat16 ? 11
-                                          : 8) {
-    if (a.distribution == Distribution::kBernoulli) {
-      second = a.first >= 1.0 ? 1.0f : 0.0f;
-      threshold = a.first > 0.0 && a.first < 1.0 ? static_cast<uint32_t>(a.first * 4294967296.0) : 0;
-    }
-  }
-};
 
 }  // namespace quartz::kernels

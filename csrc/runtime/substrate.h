@@ -20,6 +20,10 @@
 
 namespace quartz {
 
+namespace kernels {
+struct RandomSource;  // philox.h
+}
+
 // The dispatch keys of the native device, one for each kind of tensor.
 struct NativeKeys {
   c10::DispatchKey dense, sparse, sparse_csr, nested, quantized, autograd;
@@ -77,6 +81,10 @@ class Substrate {
   // The native generator behind the default quartz generator of a device, and a fresh one.
   virtual at::Generator default_native_generator(c10::DeviceIndex device) const = 0;
   virtual at::Generator new_native_generator(c10::DeviceIndex device) const = 0;
+  // While the current stream of the generator's device records a CUDA graph: true, and the place in device memory where
+  // each replay finds that native generator's seed and the offset of `blocks` blocks of four random words.
+  virtual bool take_captured_blocks(const at::Generator& native, uint64_t blocks,
+                                    kernels::RandomSource* source) const = 0;
 
  private:
   const char* name_;

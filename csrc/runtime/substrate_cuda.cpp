@@ -10,6 +10,7 @@
 #include <c10/cuda/impl/CUDAGuardImpl.h>
 #include <cuda_runtime_api.h>
 
+#include "kernels/philox.h"
 #include "runtime/process_cuda.h"
 #include "runtime/substrate.h"
 
@@ -93,8 +94,26 @@ class CudaSubstrate final : public Substrate {
     initialize();
     return at::cuda::detail::createCUDAGenerator(device);
   }
+  bool take_captured_blocks(const at::Generator& native, uint64_t blocks,
+                            kernels::RandomSource* source) const override {
+    if (!is_capturing(native.device().index())) return false;
+    auto* generator = at::check_generator<at::CUDAGeneratorImpl>(native);
+    const std::lock_guard lock(generator->mutex_);
+    // It takes multiples of 4 and at least as many as it is asked for.
+    const at::PhiloxCudaState state = generator->philox_cuda_state(blocks);
+    TORCH_INTERNAL_ASSERT(state.captured_);
+    source->graph_seed = state.seed_.ptr;
+    source->graph_offset = state.offset_.ptr;
+    source->offset = state.offset_intragraph_;
+    return true;
+  }
 
  private:
+  static bool is_capturing(c10::DeviceIndex device) {
+    cudaStreamCaptureStatus status{};
+    C10_CUDA_CHECK(cudaStreamIsCapturing(c10::cuda::getCurrentCUDAStream(device).stream(), &status));
+    return status == cudaStreamCaptureStatusActive;
+  }
   static c10::cuda::CUDACachingAllocator::CUDAAllocator* caching() { return c10::cuda::CUDACachingAllocator::get(); }
 };
 

@@ -54,6 +54,7 @@ class HostSubstrate final : public Substrate {
 
   at::Generator default_native_generator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   at::Generator new_native_generator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  bool take_captured_blocks(const at::Generator&, uint64_t, kernels::RandomSource*) const override { return false; }
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <set>
 #include <vector>
 
+#include "kernels/multinomial.h"
 #include "kernels/random_fill.h"
 #include "kernels/sample.h"
 
@@ -129,12 +130,48 @@ TEST(Fill, SineAndCosineAreAccurate) {
   }
 }
 
+TEST(Fill, WideFunctionsAreAccurate) {
+  for (uint64_t i = 0; i < 200000; ++i) {
+    const PhiloxWords words = RandomSource{1, i, nullptr, nullptr, 0}.block(0);
+    const uint64_t word = wide_word(words.word[0], words.word[1]) >> (i % 64);  // every magnitude
+    const double v = (static_cast<double>(word >> 12) + 0.5) * 0x1p-52, log = -std::log(v);
+    ASSERT_NEAR(wide_exponential_of(word), log, 2.3e-16 * (1 + log)) << word;
+    double sine, cosine;
+    wide_sine_cosine(word, &sine, &cosine);
+    const double angle = 2 * M_PI * (static_cast<double>(word >> 11) * 0x1p-53);
+    ASSERT_NEAR(sine, std::sin(angle), 1e-15);
+    ASSERT_NEAR(cosine, std::cos(angle), 1e-15);
+  }
+}
+
+TEST(Multinomial, WeightsAreExactPowersApart) {
+  for (const double largest : {1.0, 0.75, 0x1p-149, 0x1.fffffep+127, 0x1p-1074, 0x1.8p-1030, 0x1.fffffffffffffp+1023}) {
+    const WeightScale scale(largest);
+    const double weight = scale.weight(largest);
+    EXPECT_GE(weight, 0.5) << largest;
+    EXPECT_LT(weight, 1.0) << largest;
+    int exponent;
+    EXPECT_EQ(weight, std::frexp(largest, &exponent)) << largest;
+    EXPECT_EQ(scale.weight(-largest), 0.0);
+  }
+  EXPECT_EQ(WeightScale(1.0).weight(NAN), 0.0);
+  EXPECT_EQ(WeightScale(1.0).weight(INFINITY), 0.0);
+}
+
 TEST(Fill, InstructionSetsAgree) {
   if (isa() == Isa::kAvx2) return;
   std::vector<float> first(1003), second(1003);
   for (const auto distribution :
        {Distribution::kUniform, Distribution::kNormal, Distribution::kExponential, Distribution::kBernoulli}) {
-    RandomFill fill{first.data(), 1003, DType::kFloat32, distribution, 7, 9, 0.4, 1.5};
+    RandomFill fill{};
+    fill.count = 1003;
+    fill.type = RandomType::kFloat32;
+    fill.distribution = distribution;
+    fill.source.seed = 7;
+    fill.source.offset = 9;
+    fill.first = 0.4;
+    fill.second = 1.5;
+    fill.result = first.data();
     cpu_avx2::random_fill(fill, serial());
     fill.result = second.data();
     cpu_avx512::random_fill(fill, serial());

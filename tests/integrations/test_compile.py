@@ -392,13 +392,26 @@ def test_dropout_uses_one_mask_forward_and_backward(fallback_random):
         assert torch.equal(x.grad != 0, kept(y))
 
 
-@pytest.mark.parametrize("fallback_random", [False, True])
-def test_random_functions_equal_the_native_ones(fallback_random):
-    def run(x):
-        return torch.rand_like(x), torch.randn(5, device=x.device) + x, torch.randint(0, 9, (5,), device=x.device)
+def random_functions(x):
+    return torch.rand_like(x), torch.randn(5, device=x.device) + x, torch.randint(0, 9, (5,), device=x.device)
 
-    with torch._inductor.config.patch(fallback_random=fallback_random):
-        same(run, torch.zeros(5))
+
+def test_random_functions_equal_the_native_ones():
+    same(random_functions, torch.zeros(5))
+
+
+def test_with_fallback_random_they_equal_the_eager_ones():
+    def run(x):
+        probabilities = F.dropout(x + 1, 0.25).softmax(-1)
+        return *random_functions(x), torch.multinomial(probabilities, 2), torch.bernoulli(probabilities)
+
+    x = torch.zeros(5, device="quartz")
+    torch.manual_seed(9)
+    eager = [run(x), run(x)]
+    with torch._inductor.config.patch(fallback_random=True):
+        torch.manual_seed(9)
+        compiled = torch.compile(run)
+        assert all(torch.equal(a, b) for want in eager for a, b in zip(want, compiled(x), strict=True))
 
 
 def test_eager_and_compiled_draw_from_one_generator():

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pathlib
 import sys
 
 import model_zoo
@@ -214,3 +215,21 @@ def test_compiled_models_give_the_same_numbers():
         expected = model(**inputs).logits
         got = torch.compile(model, backend="aot_eager")(**inputs).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_first_use_leaves_the_generator_of_the_cpu_alone(run_python):
+    run_python(
+        f"""
+        import sys
+
+        sys.path.insert(0, {str(pathlib.Path(__file__).parent)!r})
+        import torch, torch_quartz
+        import transformers_jobs as jobs
+        from model_zoo import build
+
+        model = build("llama").to("quartz")
+        state = torch.get_rng_state()
+        model(**jobs.prompt("quartz"))
+        assert torch.equal(torch.get_rng_state(), state)
+        """
+    )

@@ -41,16 +41,29 @@ def generate(device: str, name: str = "llama", rows: int = 2, **options: Any) ->
     model = build(name).to(device)
     torch.manual_seed(SEED)  # building drew from the CPU's generator only
     inputs = prompt(device, rows) if case(name).head == "AutoModelForCausalLM" else _first_inputs(name, device)
-    output = model.generate(
-        **inputs,
-        **{"max_new_tokens": NEW_TOKENS, "do_sample": False, **options},
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
+    with drawing_on_the_cpu():
+        output = model.generate(
+            **inputs,
+            **{"max_new_tokens": NEW_TOKENS, "do_sample": False, **options},
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
     results = {"tokens": to_cpu(output.sequences)}
     for step, score in enumerate(output.scores or ()):
         results[f"score.{step}"] = to_cpu(score)
     return results
+
+
+@contextlib.contextmanager
+def drawing_on_the_cpu():
+    """Let every device draw the CPU's tokens: its own numbers are those of another generator."""
+    native = torch.multinomial
+
+    def multinomial(input, num_samples, replacement=False):
+        return native(input.cpu(), num_samples, replacement).to(input.device)
+
+    with mock.patch.object(torch, "multinomial", multinomial):
+        yield
 
 
 def _first_inputs(name: str, device: str) -> dict[str, torch.Tensor]:

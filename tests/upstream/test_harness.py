@@ -150,6 +150,19 @@ def test_exception_types_are_compared():
     assert verdicts[0].without_reference == 1
 
 
+def test_random_numbers_are_compared_by_kind():
+    def verdict(expected, got):
+        pair = [Outcome("a", tensors={"output": record(x, "cpu")}) for x in (expected, got)]
+        return compare([pair[0]], [pair[1]], Rules(bit_equal=True, random=True)).status
+
+    uniform = torch.arange(1, 33) / 33
+    assert verdict(uniform, uniform.flip(0)) == "passed"
+    assert verdict(uniform, -uniform) == "failed" and verdict(uniform, uniform * 2) == "failed"
+    assert verdict(uniform.round(), uniform) == "failed" and verdict(uniform, uniform.log() / 0) == "failed"
+    assert verdict(uniform, uniform.double()) == "failed" and verdict(uniform, uniform[:31]) == "failed"
+    assert verdict(uniform[:4], -uniform[:4]) == "passed"  # too few to tell
+
+
 def test_missing_and_extra_results_are_failures():
     one, two = [Outcome("a")], [Outcome("a"), Outcome("b")]
     assert compare(two, one, Rules(bit_equal=True)).status == "failed"
@@ -198,6 +211,6 @@ def test_expecttest_stand_in_is_enough():
 
 
 def test_every_exclusion_has_a_cause():
-    tables = (exclusions.EXCLUDED, exclusions.EXCLUDED_ON_CUDA, exclusions.CLOSE_ON_HOST, exclusions.OWN_ORDER)
-    for table in tables:
-        assert all(len(cause) > 20 for cause in table.values())
+    names = ("EXCLUDED", "EXCLUDED_ON_CUDA", "CLOSE_ON_HOST", "OWN_ORDER", "RANDOM")
+    for name in names:
+        assert all(len(cause) > 20 for cause in getattr(exclusions, name).values()), name

@@ -5,21 +5,37 @@
 namespace quartz::kernels::QUARTZ_ISA {
 namespace {
 
+constexpr int kGroup = 16;  // blocks at a time: loops that the compiler turns into vectors
+
 template <class T, Distribution kDistribution>
 void blocks(const RandomFill& a, int64_t begin, int64_t end) {
   const FillParameters parameters(a);
   T* result = static_cast<T*>(a.result);
-  constexpr int kGroup = 16;  // blocks at a time: loops that the compiler turns into vectors
   for (int64_t block = begin; block < end; block += kGroup) {
     PhiloxWords words[kGroup];
     float values[kGroup][4];
-    for (int i = 0; i < kGroup; ++i) words[i] = random_block(a, block + i);
-    for (int i = 0; i < kGroup; ++i) {
-      random_four<kDistribution>(words[i], parameters.first, parameters.second, parameters.threshold, parameters.bits,
-                                 values[i]);
-    }
+    for (int i = 0; i < kGroup; ++i) words[i] = a.source.block(block + i);
     const int64_t count = std::min<int64_t>(4 * std::min<int64_t>(kGroup, end - block), a.count - 4 * block);
+    if (kDistribution == Distribution::kBernoulli && a.probabilities != nullptr) {
+      for (int64_t i = 0; i < count; ++i) {
+        values[i / 4][i % 4] = bernoulli_of(a, 4 * block + i, words[i / 4].word[i % 4]);
+      }
+    } else {
+      for (int i = 0; i < kGroup; ++i) random_four<kDistribution>(words[i], parameters, values[i]);
+    }
     for (int64_t i = 0; i < count; ++i) result[4 * block + i] = random_element<T>(a, values[i / 4][i % 4]);
+  }
+}
+
+template <Distribution kDistribution>
+void wide_blocks(const RandomFill& a, int64_t begin, int64_t end) {
+  const FillParameters parameters(a);
+  auto* result = static_cast<double*>(a.result);
+  for (int64_t block = begin; block < end; block += kGroup) {
+    double values[kGroup][2];
+    for (int i = 0; i < kGroup; ++i) random_two<kDistribution>(a.source.block(block + i), parameters, values[i]);
+    const int64_t count = std::min<int64_t>(2 * std::min<int64_t>(kGroup, end - block), a.count - 2 * block);
+    for (int64_t i = 0; i < count; ++i) result[2 * block + i] = values[i / 2][i % 2];
   }
 }
 
@@ -37,17 +53,34 @@ void typed(const RandomFill& a, int64_t begin, int64_t end) {
   }
 }
 
+void wide(const RandomFill& a, int64_t begin, int64_t end) {
+  switch (a.distribution) {
+    case Distribution::kUniform:
+      return wide_blocks<Distribution::kUniform>(a, begin, end);
+    case Distribution::kNormal:
+      return wide_blocks<Distribution::kNormal>(a, begin, end);
+    case Distribution::kExponential:
+      return wide_blocks<Distribution::kExponential>(a, begin, end);
+    default:
+      return blocks<double, Distribution::kBernoulli>(a, begin, end);
+  }
+}
+
 }  // namespace
 
 void random_fill(const RandomFill& a, const Parallel& parallel) {
-  parallel.run((a.count + 3) / 4, 4096, [&](int64_t begin, int64_t end) {
-    switch (a.dtype) {
-      case DType::kFloat32:
+  parallel.run(random_blocks(a.type, a.distribution, a.count), 4096, [&](int64_t begin, int64_t end) {
+    switch (a.type) {
+      case RandomType::kFloat32:
         return typed<float>(a, begin, end);
-      case DType::kFloat16:
+      case RandomType::kFloat16:
         return typed<Float16>(a, begin, end);
-      default:
+      case RandomType::kBFloat16:
         return typed<BFloat16>(a, begin, end);
+      case RandomType::kFloat64:
+        return wide(a, begin, end);
+      default:
+        return blocks<uint8_t, Distribution::kBernoulli>(a, begin, end);
     }
   });
 }

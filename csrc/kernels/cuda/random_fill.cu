@@ -1,4 +1,4 @@
-// A thread a block of four elements.
+// A thread a block of random words: four elements, two of float64.
 #include "kernels/random_fill.h"
 
 #include <cuda_runtime.h>
@@ -10,48 +10,64 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class T>
-struct alignas(4 * sizeof(T)) Quad {
-  T value[4];
+template <class T, int N>
+struct alignas(N * sizeof(T)) Neighbours {
+  T value[N];
 };
 
 template <class T, Distribution kDistribution>
 __global__ void __launch_bounds__(kThreads) random_fill_kernel(const RandomFill a, bool aligned) {
+  constexpr bool kWide = sizeof(T) == 8 && kDistribution != Distribution::kBernoulli;
+  constexpr int kShared = kWide ? 2 : 4;
   const FillParameters parameters(a);
+  const RandomSource source = a.source.resolved();
   T* result = static_cast<T*>(a.result);
   const int64_t step = int64_t{gridDim.x} * kThreads;
-  for (int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x; 4 * block < a.count; block += step) {
-    float values[4];
-    random_four<kDistribution>(random_block(a, block), parameters.first, parameters.second, parameters.threshold,
-                               parameters.bits, values);
-    Quad<T> quad;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) quad.value[j] = random_element<T>(a, values[j]);
-    if (aligned && 4 * block + 4 <= a.count) {
-      *reinterpret_cast<Quad<T>*>(result + 4 * block) = quad;
+  for (int64_t block = int64_t{blockIdx.x} * kThreads + threadIdx.x; kShared * block < a.count; block += step) {
+    const PhiloxWords words = source.block(block);
+    const int64_t first = kShared * block;
+    Neighbours<T, kShared> out;
+    if constexpr (kWide) {
+      random_two<kDistribution>(words, parameters, out.value);
     } else {
-      for (int j = 0; j < 4 && 4 * block + j < a.count; ++j) result[4 * block + j] = quad.value[j];
+      float values[4];
+      if (kDistribution == Distribution::kBernoulli && a.probabilities != nullptr) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[j] = first + j < a.count ? bernoulli_of(a, first + j, words.word[j]) : 0.0f;
+      } else {
+        random_four<kDistribution>(words, parameters, values);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; ++j) out.value[j] = random_element<T>(a, values[j]);
+    }
+    if (aligned && first + kShared <= a.count) {
+      *reinterpret_cast<Neighbours<T, kShared>*>(result + first) = out;
+    } else {
+      for (int j = 0; j < kShared && first + j < a.count; ++j) result[first + j] = out.value[j];
     }
   }
 }
 
+template <class T, Distribution kDistribution>
+void launch(const RandomFill& a, cudaStream_t stream) {
+  constexpr int kShared = sizeof(T) == 8 && kDistribution != Distribution::kBernoulli ? 2 : 4;
+  const int64_t blocks = (random_blocks(a.type, a.distribution, a.count) + kThreads - 1) / kThreads;
+  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{1} << 20));
+  const bool aligned = reinterpret_cast<uintptr_t>(a.result) % sizeof(Neighbours<T, kShared>) == 0;
+  random_fill_kernel<T, kDistribution><<<grid, kThreads, 0, stream>>>(a, aligned);
+}
+
 template <class T>
 void typed(const RandomFill& a, cudaStream_t stream) {
-  const int64_t blocks = (a.count + 4 * kThreads - 1) / (4 * kThreads);
-  const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{1} << 20));
-  const bool aligned = reinterpret_cast<uintptr_t>(a.result) % sizeof(Quad<T>) == 0;
   switch (a.distribution) {
     case Distribution::kUniform:
-      random_fill_kernel<T, Distribution::kUniform><<<grid, kThreads, 0, stream>>>(a, aligned);
-      break;
+      return launch<T, Distribution::kUniform>(a, stream);
     case Distribution::kNormal:
-      random_fill_kernel<T, Distribution::kNormal><<<grid, kThreads, 0, stream>>>(a, aligned);
-      break;
+      return launch<T, Distribution::kNormal>(a, stream);
     case Distribution::kExponential:
-      random_fill_kernel<T, Distribution::kExponential><<<grid, kThreads, 0, stream>>>(a, aligned);
-      break;
+      return launch<T, Distribution::kExponential>(a, stream);
     default:
-      random_fill_kernel<T, Distribution::kBernoulli><<<grid, kThreads, 0, stream>>>(a, aligned);
+      return launch<T, Distribution::kBernoulli>(a, stream);
   }
 }
 
@@ -60,13 +76,17 @@ void typed(const RandomFill& a, cudaStream_t stream) {
 void random_fill(const RandomFill& a, void* stream) {
   if (a.count == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (a.dtype) {
-    case DType::kFloat32:
+  switch (a.type) {
+    case RandomType::kFloat32:
       return typed<float>(a, cuda_stream);
-    case DType::kFloat16:
+    case RandomType::kFloat16:
       return typed<Float16>(a, cuda_stream);
-    default:
+    case RandomType::kBFloat16:
       return typed<BFloat16>(a, cuda_stream);
+    case RandomType::kFloat64:
+      return typed<double>(a, cuda_stream);
+    default:
+      return launch<uint8_t, Distribution::kBernoulli>(a, cuda_stream);
   }
 }
 

@@ -1,7 +1,9 @@
 """Random numbers: one default generator per device, seeded together with ``torch.manual_seed``.
 
-On cuda the default generators share their state with CUDA's, so ``"quartz"`` and ``"cuda"`` draw from one sequence. On
-host they are the CPU's algorithm with a state of their own, so that a seed gives the numbers it gives on ``"cpu"``.
+A generator holds two sequences under one seed. ``rand``, ``randn``, ``normal_``, ``uniform_``, ``exponential_``,
+``bernoulli``, ``multinomial`` and dropout draw from a counter (Philox4x32-10): the same numbers on host and CUDA. What
+the native device computes (``randint``, ``randperm``, ``poisson``, ...) draws from a native generator: on cuda the
+default one is CUDA's, on host it is the CPU's algorithm with a state of its own. Page: docs/ops/random.md.
 """
 
 from collections.abc import Iterable
@@ -16,6 +18,29 @@ from torch_quartz.device._utils import DeviceLike, _checked_index
 def _get_generator(device: DeviceLike = None) -> torch.Generator:
     """Return the default generator of a device (AOTAutograd asks by this name)."""
     return _C.default_generator(_checked_index(device))
+
+
+# Seeds given before there is a CUDA context, in their order: (all devices, seed).
+_pending: list[tuple[bool, int]] = []
+
+
+def _seed_later(all_devices: bool, seed: int) -> None:
+    # CUDA keeps a seed of its own until there is a context; ours follows then.
+    (torch.cuda.manual_seed_all if all_devices else torch.cuda.manual_seed)(seed)
+    first = not _pending
+    if all_devices:
+        _pending.clear()
+    _pending.append((all_devices, seed))
+    if first:
+        torch.cuda._lazy_call(_apply_pending)
+
+
+def _apply_pending() -> None:
+    seeds = _pending.copy()
+    _pending.clear()
+    for all_devices, seed in seeds:
+        for index in range(_C.device_count()) if all_devices else [_C.current_device()]:
+            _get_generator(index).manual_seed(seed)
 
 
 def manual_seed(seed: int) -> None:
@@ -35,7 +60,7 @@ def manual_seed(seed: int) -> None:
     if lifecycle.is_initialized():
         _get_generator().manual_seed(int(seed))
     else:
-        torch.cuda.manual_seed(seed)  # the same state, and CUDA keeps the seed until there is a context
+        _seed_later(False, int(seed))
 
 
 def manual_seed_all(seed: int) -> None:
@@ -51,7 +76,7 @@ def manual_seed_all(seed: int) -> None:
     >>> torch.quartz.manual_seed_all(7)
     """
     if not lifecycle.is_initialized():
-        torch.cuda.manual_seed_all(seed)  # see manual_seed
+        _seed_later(True, int(seed))
         return
     for index in range(_C.device_count()):
         _get_generator(index).manual_seed(int(seed))

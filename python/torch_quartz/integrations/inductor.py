@@ -128,11 +128,11 @@ def _runner(compiled: Callable, graph) -> Callable:
 
 @contextlib.contextmanager
 def _native_generator_follows(index: int) -> Iterator[None]:
-    # Host: code for the CPU draws from the CPU's default generator, quartz has its own. For the call they change
-    # places. (On cuda both names mean the same generator.)
+    # Host: code for the CPU draws from the CPU's default generator, quartz has a native one of its own. For the call
+    # they change places. (On cuda both names mean the same generator.)
     from torch_quartz import _C
 
-    quartz, native = _C.default_generator(index), torch.default_generator
+    quartz, native = _C.native_generator(index), torch.default_generator
     with _generators_lock:
         saved = native.get_state()
         native.set_state(quartz.get_state())

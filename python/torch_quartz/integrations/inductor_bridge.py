@@ -51,14 +51,26 @@ def native_operator(operator: torch._ops.OpOverload, index: int) -> torch._ops.O
     index : int
         The quartz device it runs on.
     """
-    return _bridge(operator, index) if _needs_bridge(operator) else operator
+    return _bridge(operator, index) if needs_bridge(operator) else operator
 
 
-def _needs_bridge(operator: torch._ops.OpOverload) -> bool:
+def needs_bridge(operator: torch._ops.OpOverload) -> bool:
+    """Return whether the operator has to run on quartz.
+
+    Parameters
+    ----------
+    operator : torch._ops.OpOverload
+        An operator of the traced graph.
+    """
+    from torch._inductor import config
+
     if operator.namespace == "quartz_bridge":
         return False
     name = operator.name()
     if name in _RAISING:
+        return True
+    # With `fallback_random` compiled code draws what eager code draws: the counter of quartz's generator.
+    if config.fallback_random and operator.namespace == "aten" and torch.Tag.nondeterministic_seeded in operator.tags:
         return True
     native_key = torch._C._dispatch_key_for_device(native_device(0).type)
     if native_key == "CPU" and name in _WIDER_THAN_CPU:
@@ -94,7 +106,9 @@ def _bridge(operator: torch._ops.OpOverload, index: int) -> torch._ops.OpOverloa
 
     schema = str(operator._schema)
     _library.define(name + schema[schema.index("(") :], tags=operator.tags)
-    _library.impl(name, run, torch._C._dispatch_key_for_device(native_device(0).type))
+    takes_tensors = any("Tensor" in str(argument.type) for argument in operator._schema.arguments)
+    native_key = torch._C._dispatch_key_for_device(native_device(0).type)
+    _library.impl(name, run, native_key if takes_tensors else "CompositeExplicitAutograd")
     torch.library.register_fake(f"quartz_bridge::{name}", trace, lib=_library)
     _bridges[name] = getattr(torch.ops.quartz_bridge, name).default
     return _bridges[name]

@@ -36,7 +36,7 @@ class NativeGraph:
     output_devices : list of int or None
         For each output the index of its quartz device, None where the output was not on quartz.
     random_devices : list of int
-        The quartz devices whose random numbers the graph draws.
+        The quartz devices whose native generator the graph draws from.
     """
 
     module: torch.fx.GraphModule
@@ -250,6 +250,7 @@ def _random_devices(module: torch.fx.GraphModule, inputs: Sequence) -> list[int]
     for graph_module in _graph_modules(module):
         for node in graph_module.graph.nodes:
             operators = [leaf for leaf in _leaves((node.target, node.args)) if isinstance(leaf, torch._ops.OpOverload)]
-            if any(torch.Tag.nondeterministic_seeded in operator.tags for operator in operators):
+            drawn = [op for op in operators if torch.Tag.nondeterministic_seeded in op.tags]
+            if any(not inductor_bridge.needs_bridge(operator) for operator in drawn):
                 devices.add(_device_of(node))
     return sorted(devices)

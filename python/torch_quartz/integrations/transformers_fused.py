@@ -273,7 +273,7 @@ def _mlp_of(module: nn.Module, original: Callable) -> str | None:
     size, act = 64, getattr(module, "act_fn", None)
     projections = {}
     for seed, name in enumerate(("gate_proj", "up_proj", "down_proj")):
-        projections[name] = nn.Linear(size, size, bias=False)
+        projections[name] = nn.Linear(size, size, bias=False, device="meta")  # draws no numbers
         weights = torch.randn(size, size, generator=torch.Generator().manual_seed(seed + 1))
         projections[name].weight = nn.Parameter(weights / 8, requires_grad=False)
     if isinstance(act, nn.Module):

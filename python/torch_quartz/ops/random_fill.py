@@ -8,12 +8,13 @@ def uniform_(x: Tensor, seed: int, offset: int = 0, low: float = 0.0, high: floa
     """Fill a tensor with uniform numbers in ``[low, high)``.
 
     Element ``i``, in row-major order, is a function of seed, offset and ``i``: the same bits on host and CUDA, whatever
-    the strides. ``n`` elements use up ``ceil(n / 4)`` offsets; the next call that shall not repeat them starts there.
+    the strides. ``n`` elements use up ``ceil(n / 4)`` offsets (float64: ``ceil(n / 2)``); the next call that shall not
+    repeat them starts there.
 
     Parameters
     ----------
     x : Tensor
-        float32, float16 or bfloat16.
+        float32, float16, bfloat16 or float64.
     seed : int
         64 bits.
     offset : int
@@ -47,7 +48,7 @@ def normal_(x: Tensor, seed: int, offset: int = 0, mean: float = 0.0, std: float
     Parameters
     ----------
     x : Tensor
-        float32, float16 or bfloat16.
+        float32, float16, bfloat16 or float64.
     seed, offset : int
         As for `uniform_`.
     mean, std : float
@@ -79,7 +80,7 @@ def exponential_(x: Tensor, seed: int, offset: int = 0, rate: float = 1.0) -> Te
     Parameters
     ----------
     x : Tensor
-        float32, float16 or bfloat16.
+        float32, float16, bfloat16 or float64.
     seed, offset : int
         As for `uniform_`.
     rate : float
@@ -111,7 +112,7 @@ def bernoulli_(x: Tensor, p: float, seed: int, offset: int = 0) -> Tensor:
     Parameters
     ----------
     x : Tensor
-        float32, float16 or bfloat16.
+        float32, float16, bfloat16 or float64.
     p : float
         From 0 to 1.
     seed, offset : int

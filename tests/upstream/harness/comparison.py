@@ -29,6 +29,8 @@ class Rules:
     scale
         Adds this times the largest magnitude of the reference to the absolute tolerance: second derivatives are sums of
         terms that are larger than the sum.
+    random
+        Whether elements are random numbers of another generator: only their kind is compared.
     """
 
     bit_equal: bool
@@ -36,6 +38,7 @@ class Rules:
     strides: bool = True
     tolerance: tuple[float, float] | None = None
     scale: float = 0.0
+    random: bool = False
 
 
 @dataclasses.dataclass
@@ -135,6 +138,10 @@ def _compare_tensor(name: str, ref: TensorRecord, got: TensorRecord, rules: Rule
     if ref.data == got.data or _equal_with_nan(values(ref), values(got)):
         verdict.bit_equal += 1
         return
+    if rules.random:
+        _compare_kind(name, values(ref), values(got))
+        verdict.only_close += 1
+        return
     rtol, atol = rules.tolerance or (None, None)
     if rules.scale and not rules.tolerance and values(ref).is_floating_point():
         largest = values(ref).double().nan_to_num(0, 0, 0).abs().max().item()
@@ -148,6 +155,21 @@ def _compare_tensor(name: str, ref: TensorRecord, got: TensorRecord, rules: Rule
     if rules.bit_equal:
         raise Mismatch(f"{name}: close, but not bit-equal; {_largest_difference(values(ref), values(got))}")
     verdict.only_close += 1
+
+
+def _compare_kind(name: str, ref: torch.Tensor, got: torch.Tensor) -> None:
+    """Random numbers: what all elements of the reference are, all elements must be."""
+    ref, got = ((torch.view_as_real(x) if x.is_complex() else x).double() for x in (ref, got))
+    kinds = {"finite": torch.isfinite}
+    if ref.numel() >= 16:  # of fewer elements the signs may be a chance
+        kinds |= {
+            "not negative": lambda x: x >= 0,
+            "from 0 to 1": lambda x: (x >= 0) & (x <= 1),
+            "whole": lambda x: x == x.trunc(),
+        }
+    for kind, test in kinds.items():
+        if test(ref).all() and not test(got).all():
+            raise Mismatch(f"{name}: elements are {kind} in the reference, here {got[~test(got)][0].item()}")
 
 
 def _equal_with_nan(a: torch.Tensor, b: torch.Tensor) -> bool:

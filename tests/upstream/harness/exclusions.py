@@ -118,6 +118,21 @@ OWN_ORDER: dict[str, str] = {
     },
 }
 
+# Operators whose numbers come from the counter of quartz's generator (docs/ops/random.md) and are not those of the
+# native device. A check in which one of them has computed is compared in everything but the elements; of those the kind
+# counts (finite, not negative, from 0 to 1, whole), and a second run with the same seed must give the same bits. The
+# numbers themselves are compared with a reference in tests/ops/test_random_operators.py.
+_COUNTER = "the numbers are those of quartz's counter generator, the same on host and CUDA, where PyTorch's differ"
+RANDOM: dict[str, str] = {
+    f"aten::{name}": _COUNTER
+    for name in (
+        *("uniform_", "normal_", "exponential_", "bernoulli_.float", "bernoulli_.Tensor", "bernoulli.out"),
+        *("bernoulli.p", "normal.Tensor_float", "normal.float_Tensor", "normal.Tensor_Tensor"),
+        *("normal.Tensor_float_out", "normal.float_Tensor_out", "normal.Tensor_Tensor_out"),
+        *("multinomial", "multinomial.out", "native_dropout"),
+    )
+}
+
 
 def excluded(database: str, name: str, dtype: str, check: str, substrate: str) -> str | None:
     """The cause why a check of a variant is not run, or None."""

@@ -87,7 +87,7 @@ def _verdict(target, request, check, reference, got) -> dict:
 
     from .comparison import Rules, Verdict, compare
     from .databases import ERROR_CHECKS, UNORDERED_CHECKS
-    from .exclusions import CLOSE_ON_HOST, OWN_ORDER, UNINITIALISED
+    from .exclusions import CLOSE_ON_HOST, OWN_ORDER, RANDOM, UNINITIALISED
 
     own, fallback, computed = targets.take_counts()
     name = request["name"].split(".")[0] if request["name"].split(".")[0] in UNINITIALISED else request["name"]
@@ -100,9 +100,24 @@ def _verdict(target, request, check, reference, got) -> dict:
         close = request["name"] in CLOSE_ON_HOST or not computed.isdisjoint(OWN_ORDER)
         strict = target.substrate == "host" and not close and ordered
         scale = 1e-5 if not strict and check.startswith("double_backward") else 0.0
-        rules = Rules(bit_equal=strict, values=name not in UNINITIALISED, strides=ordered, scale=scale)
+        random = not computed.isdisjoint(RANDOM)
+        rules = Rules(bit_equal=strict, values=name not in UNINITIALISED, strides=ordered, scale=scale, random=random)
         verdict = compare(reference, got, rules, errors=check in ERROR_CHECKS)
+        if random and verdict.status == "passed" and check not in ERROR_CHECKS:
+            _compare_with_second_run(target, request, check, got, verdict)
     return {**dataclasses.asdict(verdict), "own": own, "fallback": fallback}
+
+
+def _compare_with_second_run(target, request, check, got, verdict) -> None:
+    """Lower the verdict if the same seed does not give the same random numbers again."""
+    from .comparison import Rules, compare
+    from .databases import DATABASES
+
+    again = dict(_outcomes(DATABASES[request["database"]], target, {**request, "checks": [check]}))[check]
+    targets.take_counts()
+    second = compare(got, again, Rules(bit_equal=True)) if not isinstance(again, str) else None
+    if second is None or second.status != "passed":
+        verdict.lower("failed", f"second run with the same seed: {again if second is None else second.message}")
 
 
 def main(role: str, substrate: str) -> None:
