@@ -64,6 +64,10 @@ def _patch_manager(module: ModuleType) -> None:
             chosen = model.config._attn_implementation
             if model.device.type != "quartz" or not (chosen in (*_NAMES, "sdpa") or chosen is BY_DEFAULT):
                 return original(self, model, *arguments, **options)
+            # Where "sdpa" computes no soft cap (Transformers before 5.20), its paged form shall not either.
+            capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+            if chosen == "sdpa" and capped:
+                return original(self, model, *arguments, **options)
             target = "paged|quartz" if _prefixed(module.PagedAttentionCache) else "quartz"
             if chosen != target:
                 model.set_attn_implementation(target)
