@@ -193,7 +193,8 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::
 QUARTZ_OPERATORS(attention) {
   operators.define(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool causal=False, float? scale=None, "
-      "int? window=None, float? soft_cap=None, Tensor? sinks=None, int? query_offset=None, Tensor? key_begin=None, Tensor? key_end=None) "
+      "int? window=None, float? soft_cap=None, Tensor? sinks=None, int? query_offset=None, Tensor? key_begin=None, "
+      "Tensor? key_end=None) "
       "-> (Tensor, Tensor)");
   operators.implement<&attention>("attention");
 }

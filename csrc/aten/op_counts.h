@@ -12,7 +12,7 @@
 namespace quartz {
 
 struct OpCounter {
-  std::string name;  // "aten::add.Tensor"
+  std::string name;                                     // "aten::add.Tensor"
   std::atomic<uint64_t> own{0}, fallback{0}, exact{0};  // exact: of those through the fallback, on integers alone
 
   void count_own() { own.fetch_add(1, std::memory_order_relaxed); }

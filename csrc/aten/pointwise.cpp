@@ -28,28 +28,28 @@ bool serves(const at::Tensor& x) {
 at::Tensor run(const at::Tensor& self, PointwiseFunction function, double beta = 1, double threshold = 20) {
   const auto x = self.is_non_overlapping_and_dense() ? self : self.contiguous();
   auto y = at::empty_like(x);  // in the order of x in memory
-  const kernels::Pointwise a{x.const_data_ptr(),        y.mutable_data_ptr(),          x.numel(),      function,
+  const kernels::Pointwise a{x.const_data_ptr(),       y.mutable_data_ptr(),          x.numel(),      function,
                              static_cast<float>(beta), static_cast<float>(threshold), kernel_dtype(x)};
   kernels::cpu::pointwise(a, at_parallel());
   return y;
 }
 
 // The operator, its in-place form where there is one, and its out= form.
-#define QUARTZ_POINTWISE(NAME, FUNCTION)                                              \
-  at::Tensor NAME(const at::Tensor& self) {                                           \
-    return serves(self) ? run(self, FUNCTION) : fallback_of<at::_ops::NAME>(self);    \
-  }                                                                                   \
-  at::Tensor& NAME##_in_place(at::Tensor& self) {                                     \
-    if (serves(self)) return self.copy_(run(self, FUNCTION));                         \
-    fallback_of<at::_ops::NAME##_>(self);                                             \
-    return self;                                                                      \
-  }                                                                                   \
-  at::Tensor& NAME##_out(const at::Tensor& self, at::Tensor& out) {                   \
-    if (serves(self) && out.scalar_type() == self.scalar_type()) {                    \
-      return give(run(self, FUNCTION), out);                                          \
-    }                                                                                 \
-    fallback_of<at::_ops::NAME##_out>(self, out);                                     \
-    return out;                                                                       \
+#define QUARTZ_POINTWISE(NAME, FUNCTION)                                           \
+  at::Tensor NAME(const at::Tensor& self) {                                        \
+    return serves(self) ? run(self, FUNCTION) : fallback_of<at::_ops::NAME>(self); \
+  }                                                                                \
+  at::Tensor& NAME##_in_place(at::Tensor& self) {                                  \
+    if (serves(self)) return self.copy_(run(self, FUNCTION));                      \
+    fallback_of<at::_ops::NAME##_>(self);                                          \
+    return self;                                                                   \
+  }                                                                                \
+  at::Tensor& NAME##_out(const at::Tensor& self, at::Tensor& out) {                \
+    if (serves(self) && out.scalar_type() == self.scalar_type()) {                 \
+      return give(run(self, FUNCTION), out);                                       \
+    }                                                                              \
+    fallback_of<at::_ops::NAME##_out>(self, out);                                  \
+    return out;                                                                    \
   }
 QUARTZ_POINTWISE(sigmoid, PointwiseFunction::kSigmoid)
 QUARTZ_POINTWISE(silu, PointwiseFunction::kSilu)

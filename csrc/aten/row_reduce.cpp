@@ -1,5 +1,6 @@
-// sum, mean, var, std, logsumexp, argmax and argmin over the last dimension of float32, bfloat16 and float16 tensors, sum
-// and mean over up to 1024 elements of another one too (as rows of a copy); all else runs the native kernel. Formulas and order of arithmetic in kernels/row_reduce.h.
+// sum, mean, var, std, logsumexp, argmax and argmin over the last dimension of float32, bfloat16 and float16 tensors,
+// sum and mean over up to 1024 elements of another one too (as rows of a copy); all else runs the native kernel.
+// Formulas and order of arithmetic in kernels/row_reduce.h.
 #include "kernels/row_reduce.h"
 
 #include "aten/rows.h"  // first: the *_ops.h headers do not include what they need

@@ -38,7 +38,9 @@ std::tuple<at::Tensor, at::Tensor> selective_scan(const at::Tensor& x, const at:
   auto h = prepared("state", state, kept);
   h = h.defined() ? (h.is_alias_of(*state) ? h.clone() : h) : at::zeros(kept, xs.options());
   auto y = at::empty_like(xs);
-  const auto data = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr; };
+  const auto data = [](const at::Tensor& tensor) {
+    return tensor.defined() ? tensor.const_data_ptr<float>() : nullptr;
+  };
   const kernels::SelectiveScan arguments{data(xs),
                                          data(dts),
                                          data(zs),

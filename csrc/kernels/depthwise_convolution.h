@@ -3,8 +3,8 @@
 //   y[n, c, t] = b[c] + sum_k w[c, k] * x[n, c / multiplier, t * stride + k * dilation - padding]
 //
 // Order of arithmetic: one chain of fma over k ascending, from +0, in float; what lies outside of the row counts as
-// zeros, and is multiplied as such; then the bias, and one rounding. So an output has the same bits whether zeros before
-// its row are padding, or are the state of a sequence that is continued, and wherever the row begins.
+// zeros, and is multiplied as such; then the bias, and one rounding. So an output has the same bits whether zeros
+// before its row are padding, or are the state of a sequence that is continued, and wherever the row begins.
 #pragma once
 
 #include "kernels/dtype.h"

@@ -1,11 +1,11 @@
-// The gated delta rule (linear attention with a state that forgets and corrects itself), for each sequence and head over
-// the tokens t, S of (key size, value size):
+// The gated delta rule (linear attention with a state that forgets and corrects itself), for each sequence and head
+// over the tokens t, S of (key size, value size):
 //
 //   S = exp(g[t]) * S;   m = S^T k[t];   e = (v[t] - m) * beta[t];   S = S + k[t] e^T;   o[t] = S^T q[t]
 //
-// Order of arithmetic, in float with exp of elementary.h: both products with S are chains of fma over the key's elements
-// ascending, from +0, and S is changed by one fma an element. Tokens one after another: a sequence in one piece, in
-// pieces that hand on S, or token by token has the same bits. Host = CUDA.
+// Order of arithmetic, in float with exp of elementary.h: both products with S are chains of fma over the key's
+// elements ascending, from +0, and S is changed by one fma an element. Tokens one after another: a sequence in one
+// piece, in pieces that hand on S, or token by token has the same bits. Host = CUDA.
 #pragma once
 
 #include "kernels/dtype.h"

@@ -3,9 +3,10 @@
 //   d = softplus(dt[t] + bias)  (or dt[t] + bias),   h[n] = exp(d * A[n]) * h[n] + (d * B[t, n]) * x[t]
 //   y[t] = (sum_n h[n] * C[t, n] + D * x[t]) * silu(z[t])
 //
-// Order of arithmetic, in float with exp and log of elementary.h: d; then each h[n] = fma(exp(d * A[n]), h[n], (d * B) *
-// x); the sum is one chain of fma over n ascending, from +0; then fma(D, x, sum); then * (z / (1 + exp(-z))). Tokens one
-// after another: a sequence in one piece, in pieces that hand on h, or token by token has the same bits. Host = CUDA.
+// Order of arithmetic, in float with exp and log of elementary.h: d; then each h[n] = fma(exp(d * A[n]), h[n], (d * B)
+// * x); the sum is one chain of fma over n ascending, from +0; then fma(D, x, sum); then * (z / (1 + exp(-z))). Tokens
+// one after another: a sequence in one piece, in pieces that hand on h, or token by token has the same bits. Host =
+// CUDA.
 #pragma once
 
 #include "kernels/dtype.h"
@@ -17,12 +18,12 @@ namespace quartz::kernels {
 
 // All contiguous float32; d, z and dt_bias may be null.
 struct SelectiveScan {
-  const float *x, *dt, *z;      // (batch, channels, length)
-  const float* a;               // (channels, states)
-  const float *b, *c;           // (batch, length, states)
-  const float *d, *dt_bias;     // (channels)
-  float* h;                     // (batch, channels, states): the state, changed in place
-  float* y;                     // (batch, channels, length)
+  const float *x, *dt, *z;   // (batch, channels, length)
+  const float* a;            // (channels, states)
+  const float *b, *c;        // (batch, length, states)
+  const float *d, *dt_bias;  // (channels)
+  float* h;                  // (batch, channels, states): the state, changed in place
+  float* y;                  // (batch, channels, length)
   int64_t batch, channels, length, states;
   bool softplus;
 };

@@ -98,6 +98,25 @@ _MOVES = frozenset(
 # Computed element by element, and not marked as such by PyTorch.
 _POINTWISE = frozenset(f"aten::{name}" for name in ["floor_divide", "floor_divide_"])
 
+# Pointwise, but the native CPU kernel computes the last elements of a range in another way than the others, so that bits
+# depend on the place (docs/ops/pointwise.md). `pow` with a fractional exponent does too, and is not told from squares.
+_BY_PLACE = frozenset(
+    f"aten::{name}"
+    for name in [
+        "exp2",
+        "sinh",
+        "cosh",
+        "atanh",
+        "elu",
+        "selu",
+        "celu",
+        "mish",
+        "atan2",
+        "pow.Scalar",
+        "pow.Tensor_Tensor",
+    ]
+)
+
 # Reductions whose result does not depend on the order: comparisons, integers, booleans; sort, which is always stable.
 _EXACT = frozenset(
     f"aten::{name}"
@@ -152,6 +171,8 @@ def _is_proven_on_the_native_device(name: str) -> bool:
     namespace, _, rest = name.partition("::")
     operator, _, overload = rest.partition(".")
     base = f"{namespace}::{operator}"
+    if {base, name} & _BY_PLACE and _C.substrate() == "host":
+        return False
     if base in _MOVES or base in _EXACT or base in _POINTWISE or f"{namespace}::{rest}" in _MOVES:
         return True
     packet = getattr(getattr(torch.ops, namespace), operator, None)

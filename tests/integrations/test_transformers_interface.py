@@ -172,7 +172,7 @@ def test_disable_restores_everything():
     build("llama", attn_implementation="quartz")
 
 
-# ---- continuous batching ----------------------------------------------------------------------------------------------
+# ---- continuous batching ----
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12, 13, 14], [15] * 20, list(range(3, 60))]
 NEW = 12

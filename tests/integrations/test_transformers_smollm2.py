@@ -111,7 +111,7 @@ def test_paged(smollm2, whole):
 
 
 def test_report_is_empty(smollm2):
-    model, text, other = smollm2
+    model, text, _other = smollm2
     torch.quartz.reset_op_counts()
     model.generate(text, attention_mask=torch.ones_like(text), max_new_tokens=3, do_sample=False, pad_token_id=0)
     from torch_quartz import determinism_report

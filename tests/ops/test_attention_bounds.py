@@ -47,7 +47,11 @@ def test_what_is_seen(dtype, indices, options):
         q, k, v, key_begin=integers(*begin, dtype=indices), key_end=integers(*end, dtype=indices), **options
     )
     expected = masked(q, k, v, visible, **options)
-    torch.testing.assert_close(got.cpu().double(), expected, **{"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2})
+    torch.testing.assert_close(
+        got.cpu().double(),
+        expected,
+        **{"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2},
+    )
     assert (got[2] == 0).all()  # a sequence without keys
 
 

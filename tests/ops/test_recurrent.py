@@ -1,5 +1,7 @@
 """`selective_scan`, `gated_delta_rule` and depthwise convolutions over a sequence: values, and bits under every cut."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ def random(seed, *shape, dtype=torch.float32, device="quartz"):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(device)
 
 
-# ---- selective_scan ---------------------------------------------------------------------------------------------------
+# ---- selective_scan ----
 
 
 def scan_inputs(batch=2, channels=3, length=7, states=5, dtype=torch.float32, seed=0):
@@ -78,7 +80,7 @@ def test_scan_bits_under_every_cut(length, states, channels, data):
     y, h = selective_scan(**inputs, dt_softplus=True)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(length - 1, 1)), max_size=4)) | {0, length})
     state, parts = None, []
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         piece = {
             key: value[:, :, begin:end] if key in ("x", "dt", "z") else value[:, begin:end] if key in "BC" else value
             for key, value in inputs.items()
@@ -93,7 +95,7 @@ def test_scan_bits_under_every_cut(length, states, channels, data):
     assert same_bits(alone[0], y[1])
 
 
-# ---- gated_delta_rule -------------------------------------------------------------------------------------------------
+# ---- gated_delta_rule ----
 
 
 def rule_inputs(batch=2, length=6, key_heads=2, heads=4, key_size=9, value_size=5, dtype=torch.float32, seed=0):
@@ -140,7 +142,7 @@ def test_rule_bits_under_every_cut(length, key_size, value_size, data):
     output, s = gated_delta_rule(**inputs)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(length - 1, 1)), max_size=4)) | {0, length})
     state, parts = None, []
-    for begin, end in zip(cuts, cuts[1:], strict=False):
+    for begin, end in itertools.pairwise(cuts):
         part, state = gated_delta_rule(**{key: t[:, begin:end] for key, t in inputs.items()}, state=state)
         parts.append(part)
     assert same_bits(torch.cat(parts, 1), output) and same_bits(state, s)
@@ -148,7 +150,7 @@ def test_rule_bits_under_every_cut(length, key_size, value_size, data):
     assert same_bits(alone[0], output[1])
 
 
-# ---- what both refuse -------------------------------------------------------------------------------------------------
+# ---- what both refuse ----
 
 
 def test_errors_are_named():
@@ -175,7 +177,7 @@ def test_fake_kernels():
     torch.library.opcheck(torch.ops.quartz.gated_delta_rule.default, tuple(rule.values()), test_utils=utilities)
 
 
-# ---- depthwise convolution ---------------------------------------------------------------------------------------------
+# ---- depthwise convolution ----
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -124,7 +124,8 @@ struct Consumer {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int key = key0 + 8 * j + 2 * (lane & 3) + e;
-            if (key < high[r] && key >= -begin) s[4 * j + 2 * r + e] = masked(s[4 * j + 2 * r + e], base + key * p.mask_key);
+            if (key < high[r] && key >= -begin)
+              s[4 * j + 2 * r + e] = masked(s[4 * j + 2 * r + e], base + key * p.mask_key);
           }
         }
       }

@@ -100,10 +100,10 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a) {
       for (int64_t d = 0; d < a.head_size; ++d) sum = fmaf(query[d], to_float(k[d]), sum);
       if (a.soft_cap > 0.0f) sum = a.soft_cap * tanhf(sum / a.soft_cap);
       if (a.mask_kind != MaskKind::kNone) {
-        sum += mask_value<T>(
-            a,
-            sequence * a.mask_strides[0] + head * a.mask_strides[1] + row * a.mask_strides[2] + slot * a.mask_strides[3],
-            hidden);
+        sum += mask_value<T>(a,
+                             sequence * a.mask_strides[0] + head * a.mask_strides[1] + row * a.mask_strides[2] +
+                                 slot * a.mask_strides[3],
+                             hidden);
       }
       if (!hidden) score = sum;
     }

@@ -32,10 +32,9 @@ __global__ void __launch_bounds__(kThreads) convolve(const DepthwiseConvolution 
 void depthwise_convolution(const DepthwiseConvolution& a, void* stream) {
   const int64_t count = a.batch * a.channels * a.multiplier * a.outputs;
   if (count == 0) return;
-  const auto blocks = static_cast<unsigned>(count < int64_t{kThreads} << 20 ? (count + kThreads - 1) / kThreads : 1 << 20);
-  with_dtype(a.dtype, [&]<class T>() {
-    convolve<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a);
-  });
+  const auto blocks =
+      static_cast<unsigned>(count < int64_t{kThreads} << 20 ? (count + kThreads - 1) / kThreads : 1 << 20);
+  with_dtype(a.dtype, [&]<class T>() { convolve<T><<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(a); });
   check(cudaGetLastError(), "depthwise convolution");
 }
 

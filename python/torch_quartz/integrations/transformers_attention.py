@@ -46,8 +46,20 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 BY_DEFAULT = str(b"eager", "ascii")
 # What an attention function may be given without a change of what it computes.
 _WITHOUT_EFFECT = frozenset(
-    ["position_ids", "use_cache", "cache_position", "output_hidden_states", "output_attentions", "output_router_logits"]
-    + ["return_dict", "num_items_in_batch", "logits_to_keep", "position_embeddings", "sliding_window", "is_causal"]
+    [
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "position_embeddings",
+        "sliding_window",
+        "is_causal",
+    ]
 )
 
 _changes = Replacements()
@@ -85,14 +97,24 @@ def _patch_interface(module: ModuleType) -> None:
 
     @functools.wraps(sdpa)
     def sdpa_attention_forward(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         if attention_mask is None or not _is_plain_sdpa(query, key, value, attention_mask, options):
             return sdpa(module, query, key, value, attention_mask, **options)
         return _attend(query, key, value, attention_mask, False, options.get("scaling")), None
 
     def quartz_attention_forward(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         return _forward(sdpa, module, query, key, value, attention_mask, **options), None
 
@@ -112,7 +134,9 @@ def _patch_interface(module: ModuleType) -> None:
 
     def make_choice(original: Callable) -> Callable:
         @functools.wraps(original)
-        def get_correct_attn_implementation(self: Any, requested_attention: str | None, *rest: Any, **named: Any) -> str:
+        def get_correct_attn_implementation(
+            self: Any, requested_attention: str | None, *rest: Any, **named: Any
+        ) -> str:
             chosen = original(self, requested_attention, *rest, **named)
             return BY_DEFAULT if requested_attention is None and chosen == "eager" else chosen
 
@@ -141,7 +165,7 @@ def _forget_default(model: Any) -> None:
             config._attn_implementation_internal = "eager"
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
+# ---- calls ----
 
 
 def _is_served(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -262,7 +286,7 @@ def _forward(
     return _attend(query, key, value, attention_mask, causal, scaling, softcap, s_aux)
 
 
-# ---- models with an attention of their own ---------------------------------------------------------------------------
+# ---- models with an attention of their own ----
 
 
 @functools.cache
@@ -271,7 +295,13 @@ def _instead_of(eager: Callable, quartz: Callable) -> Callable:
 
     @functools.wraps(eager)
     def attention_forward(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *rest: Any, **o: Any
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *rest: Any,
+        **o: Any,
     ) -> tuple[Tensor, Tensor | None]:
         wants_weights = o.get("output_attentions") or getattr(module.config, "output_attentions", False)
         if (
@@ -313,9 +343,12 @@ def computes_attention(function: Callable, module: torch.nn.Module, options: dic
     soft_cap = options.get("softcap")
     if soft_cap is not None and "softcap" not in inspect.signature(function).parameters:
         soft_cap = None
-    unknown = {
-        name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT
-    } - {"scaling", "dropout", "softcap", "s_aux"}
+    unknown = {name for name, value in options.items() if value is not None and name not in _WITHOUT_EFFECT} - {
+        "scaling",
+        "dropout",
+        "softcap",
+        "s_aux",
+    }
     if unknown & set(inspect.signature(function).parameters):
         return None  # an argument that the function uses and the operator does not know
     has_sinks = isinstance(getattr(module, "sinks", None), Tensor)
@@ -351,7 +384,9 @@ def _probe(function: Callable, soft_cap: float | None, has_sinks: bool, given: b
         scores = soft_cap * torch.tanh(scores / soft_cap)
     scores = scores + mask
     for form in ("sinks", "plain") if has_sinks else ("plain",):
-        logits = torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(2, 4, 3, 1)], -1) if form == "sinks" else scores
+        logits = (
+            torch.cat([scores, sinks.double().view(1, 4, 1, 1).expand(2, 4, 3, 1)], -1) if form == "sinks" else scores
+        )
         expected = (logits.softmax(-1)[..., :5] @ wide_value).transpose(1, 2)
         if got.shape == expected.shape and torch.allclose(got.double(), expected, rtol=1e-4, atol=1e-5):
             return form

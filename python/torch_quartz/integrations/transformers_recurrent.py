@@ -108,7 +108,9 @@ def _tensors(result: Any) -> list[Tensor]:
     return [part for part in (result if isinstance(result, tuple) else (result,)) if isinstance(part, Tensor)]
 
 
-def _with_gradients(run: Callable, original: Callable, bound: inspect.BoundArguments, tensors: dict[str, Tensor]) -> Any:
+def _with_gradients(
+    run: Callable, original: Callable, bound: inspect.BoundArguments, tensors: dict[str, Tensor]
+) -> Any:
     names = list(tensors)
     whole: list[Any] = []
 
@@ -144,7 +146,7 @@ def _with_gradients(run: Callable, original: Callable, bound: inspect.BoundArgum
     return tuple(next(parts) if isinstance(part, Tensor) else part for part in whole[0])
 
 
-# ---- the functions ----------------------------------------------------------------------------------------------------
+# ---- the functions ----
 
 
 def _selective_scan(call: Call) -> Any:

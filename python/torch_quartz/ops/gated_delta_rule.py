@@ -54,6 +54,4 @@ def gated_delta_rule(
 @torch.library.register_fake("quartz::gated_delta_rule")
 def _(query, key, value, g, beta, state=None):
     output = value.new_empty(value.shape, dtype=torch.float32)
-    return output, value.new_empty(
-        value.shape[0], value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32
-    )
+    return output, value.new_empty(value.shape[0], value.shape[2], key.shape[3], value.shape[3], dtype=torch.float32)
