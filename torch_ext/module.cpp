@@ -132,6 +132,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("native_alias", &native_alias);
   m.def("adopt", &adopt, py::arg("tensor"), py::arg("device_index") = -1);
   m.def("op_counts", &quartz::op_counts);
+  m.def("exact_op_counts", &quartz::exact_op_counts);
   m.def("reset_op_counts", &quartz::reset_op_counts);
   m.def("drain_autograd", &drain_autograd);
 

@@ -140,11 +140,25 @@ void check_attention(const char* op, const at::Tensor& query, const at::Tensor& 
   }
 }
 
+// Checked and contiguous, or undefined.
+at::Tensor key_bounds(const char* op, const char* name, const std::optional<at::Tensor>& bounds,
+                      const at::Tensor& query) {
+  if (!bounds || !bounds->defined()) return {};
+  QUARTZ_CHECK_ARGUMENT(bounds->scalar_type() == at::kInt || bounds->scalar_type() == at::kLong, op, name,
+                        "be int32 or int64", bounds->scalar_type());
+  QUARTZ_CHECK_ARGUMENT(bounds->dim() == 1 && bounds->size(0) == query.size(0), op, name,
+                        "have one element for each sequence of the batch", bounds->sizes(), " for ", query.size(0));
+  check_same_device(op, {{"query", query}, {name, *bounds}});
+  return bounds->contiguous();
+}
+
 std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                                              const std::optional<at::Tensor>& mask_argument, bool causal,
                                              std::optional<double> scale, std::optional<int64_t> window,
                                              std::optional<double> soft_cap, const std::optional<at::Tensor>& sinks,
-                                             std::optional<int64_t> query_offset) {
+                                             std::optional<int64_t> query_offset,
+                                             const std::optional<at::Tensor>& key_begin,
+                                             const std::optional<at::Tensor>& key_end) {
   const char* op = "quartz::attention";
   const auto mask = mask_argument.value_or(at::Tensor());
   check_attention(op, query, key, value, mask);
@@ -167,6 +181,9 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::
   arguments.query_offset = query_offset.value_or(key.size(2) - query.size(2));
   if (sink_logits.defined()) arguments.sinks = sink_logits.const_data_ptr<float>();
   if (mask.defined()) set_attention_mask(arguments, mask);
+  const auto begin = key_bounds(op, "key_begin", key_begin, query), end = key_bounds(op, "key_end", key_end, query);
+  if (begin.defined()) arguments.key_begin = {begin.const_data_ptr(), begin.scalar_type() == at::kLong};
+  if (end.defined()) arguments.key_end = {end.const_data_ptr(), end.scalar_type() == at::kLong};
   run_attention(op, arguments, query);
   return {out, logsumexp};
 }
@@ -176,7 +193,9 @@ std::tuple<at::Tensor, at::Tensor> attention(const at::Tensor& query, const at::
 QUARTZ_OPERATORS(attention) {
   operators.define(
       "attention(Tensor query, Tensor key, Tensor value, Tensor? mask=None, bool causal=False, float? scale=None, "
-      "int? window=None, float? soft_cap=None, Tensor? sinks=None, int? query_offset=None) -> (Tensor, Tensor)");
+      "int? window=None, float? soft_cap=None, Tensor? sinks=None, int? query_offset=None, Tensor? key_begin=None, "
+      "Tensor? key_end=None) "
+      "-> (Tensor, Tensor)");
   operators.implement<&attention>("attention");
 }
 

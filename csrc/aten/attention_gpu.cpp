@@ -87,7 +87,7 @@ void run_gpu_attention(const kernels::Attention& a, const at::Tensor& on, const 
   gpu::AttentionExtras extras;
   extras.blocks = paged.blocks;
   extras.most_queries = paged.most_queries;
-  if (gpu::tile_attention_unsupported(a) != nullptr) return gpu::general_attention(a, extras, stream);
+  if (gpu::tile_attention_unsupported(a) != nullptr) return gpu::general_attention(a, stream);
   if (a.queries == 0 || a.heads == 0) return;
   const auto plan = gpu::prepare_attention(a, extras);
   at::Tensor words;
@@ -100,7 +100,8 @@ void run_gpu_attention(const kernels::Attention& a, const at::Tensor& on, const 
             " words",
         words.numel());
   } else {
-    words = a.query_starts.data != nullptr ? new_plan(plan, on, stream) : dense_plans().get(plan, on, stream);
+    const bool by_shape = a.query_starts.data == nullptr && a.key_begin.data == nullptr && a.key_end.data == nullptr;
+    words = by_shape ? dense_plans().get(plan, on, stream) : new_plan(plan, on, stream);
   }
   const auto workspace = bytes_like(on, gpu::attention_workspace(plan, a.head_size, a.value_size));
   gpu::tile_attention(a, extras, plan, words_of(words), workspace.mutable_data_ptr(), stream);

@@ -118,6 +118,31 @@ class Call {
     }
   }
 
+  // After the kernel has run: whether it has read and made tensors of integers and bools alone.
+  bool is_exact() const {
+    bool any = false;
+    const auto floats = [&](const IValue& value) {
+      const auto inexact = [&](const at::Tensor& tensor) {
+        if (!tensor.defined()) return false;
+        any = true;
+        return !at::isIntegralType(tensor.scalar_type(), /*includeBool=*/true);
+      };
+      if (value.isTensor()) return inexact(value.toTensor());
+      if (!value.isTensorList()) return false;
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        if (inexact(tensor)) return true;
+      }
+      return false;
+    };
+    for (const auto& original : originals_) {
+      if (floats(original.value)) return false;
+    }
+    for (std::size_t i = stack_.size() - facts_.return_count; i < stack_.size(); ++i) {
+      if (floats(stack_[i])) return false;
+    }
+    return any;
+  }
+
   // After the kernel has failed.
   void follow_resized() { scope_.follow_resized(); }
   void explain(c10::Error& error) const {
@@ -297,6 +322,7 @@ void run(const OpFacts& facts, const c10::OperatorHandle& op, c10::DispatchKeySe
     call.follow_resized();
     throw;
   }
+  if (call.is_exact()) facts.counter.count_exact();
   if (C10_UNLIKELY(!counted)) call.bump_versions();
   call.map_results();
 }

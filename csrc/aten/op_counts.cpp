@@ -44,12 +44,23 @@ std::map<std::string, std::pair<uint64_t, uint64_t>> op_counts() {
   return result;
 }
 
+std::map<std::string, uint64_t> exact_op_counts() {
+  auto& all = registry();
+  const std::lock_guard lock(all.mutex);
+  std::map<std::string, uint64_t> result;
+  for (const auto& [name, counter] : all.counters) {
+    if (const uint64_t exact = counter->exact.load(); exact != 0) result[name] = exact;
+  }
+  return result;
+}
+
 void reset_op_counts() {
   auto& all = registry();
   const std::lock_guard lock(all.mutex);
   for (auto& [name, counter] : all.counters) {
     counter->own.store(0);
     counter->fallback.store(0);
+    counter->exact.store(0);
   }
 }
 

@@ -1,5 +1,6 @@
-// sum, mean, var, std, logsumexp, argmax and argmin over the last dimension of float32, bfloat16 and float16 tensors;
-// all else runs the native kernel. Formulas and order of arithmetic in kernels/row_reduce.h.
+// sum, mean, var, std, logsumexp, argmax and argmin over the last dimension of float32, bfloat16 and float16 tensors,
+// sum and mean over up to 1024 elements of another one too (as rows of a copy); all else runs the native kernel.
+// Formulas and order of arithmetic in kernels/row_reduce.h.
 #include "kernels/row_reduce.h"
 
 #include "aten/rows.h"  // first: the *_ops.h headers do not include what they need
@@ -51,9 +52,14 @@ at::Tensor reduce(const at::Tensor& self, Reduction reduction, bool keepdim, at:
 std::optional<at::Tensor> summed(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, Dtype dtype,
                                  Reduction reduction) {
   const auto wanted = dtype.value_or(self.scalar_type());
-  if (!serves(self) || !is_last_dim(self, dim) || !is_kernel_type(wanted)) return std::nullopt;
+  if (!serves(self) || !is_kernel_type(wanted)) return std::nullopt;
   const bool narrower = wanted != self.scalar_type() && wanted != at::kFloat;
-  return reduce(narrower ? self.to(wanted) : self, reduction, keepdim, wanted);
+  if (is_last_dim(self, dim)) return reduce(narrower ? self.to(wanted) : self, reduction, keepdim, wanted);
+  const auto other = short_dim(self, dim);
+  if (!other) return std::nullopt;
+  const auto rows = self.movedim(*other, -1);
+  auto result = reduce(narrower ? rows.to(wanted) : rows, reduction, false, wanted);
+  return keepdim ? result.unsqueeze(*other) : result;
 }
 
 at::Tensor sum(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, Dtype dtype) {

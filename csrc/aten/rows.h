@@ -54,6 +54,16 @@ inline bool is_last_dim(const at::Tensor& tensor, at::OptionalIntArrayRef dim) {
   return dim && dim->size() == 1 && is_last_dim(tensor, dim->front());
 }
 
+// One dimension that is not the last, and so short that the copy which makes rows of it costs little: the kernels over
+// rows serve it, too.
+inline std::optional<int64_t> short_dim(const at::Tensor& tensor, at::OptionalIntArrayRef dim) {
+  constexpr int64_t kShort = 1024;
+  if (!dim || dim->size() != 1 || tensor.dim() == 0) return std::nullopt;
+  const int64_t wrapped = dim->front() < 0 ? dim->front() + tensor.dim() : dim->front();
+  if (wrapped < 0 || wrapped >= tensor.dim() || tensor.size(wrapped) > kShort) return std::nullopt;
+  return wrapped;
+}
+
 // The shape of a reduction over the last dimension.
 inline c10::SmallVector<int64_t, 6> reduced_sizes(const at::Tensor& tensor, bool keepdim) {
   c10::SmallVector<int64_t, 6> sizes(tensor.sizes().begin(), tensor.sizes().end() - 1);

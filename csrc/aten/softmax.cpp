@@ -1,5 +1,5 @@
-// aten::_softmax and aten::_log_softmax over the last dimension of float32, bfloat16 and float16 tensors; all else runs
-// the native kernel. Formulas and order of arithmetic in kernels/softmax.h.
+// aten::_softmax and aten::_log_softmax over the last dimension, or another one of up to 1024 elements, of float32,
+// bfloat16 and float16 tensors; all else runs the native kernel. Formulas and order of arithmetic in kernels/softmax.h.
 #include "kernels/softmax.h"
 
 #include "aten/rows.h"  // first: the *_ops.h headers do not include what they need
@@ -37,12 +37,23 @@ at::Tensor run(const at::Tensor& self, bool half_to_float, bool log) {
   return result;
 }
 
+// The same over a short dimension that is not the last: rows of a copy.
+std::optional<at::Tensor> run_short(const at::Tensor& self, int64_t dim, bool half_to_float, bool log) {
+  const auto other = short_dim(self, at::OptionalIntArrayRef(dim));
+  if (!other) return std::nullopt;
+  const auto rows = self.movedim(*other, -1);
+  if (!serves(rows, -1, half_to_float)) return std::nullopt;
+  return run(rows, half_to_float, log).movedim(-1, *other).contiguous();
+}
+
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
   if (serves(self, dim, half_to_float)) return run(self, half_to_float, false);
+  if (auto result = run_short(self, dim, half_to_float, false)) return *result;
   return fallback_of<at::_ops::_softmax>(self, dim, half_to_float);
 }
 at::Tensor log_softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
   if (serves(self, dim, half_to_float)) return run(self, half_to_float, true);
+  if (auto result = run_short(self, dim, half_to_float, true)) return *result;
   return fallback_of<at::_ops::_log_softmax>(self, dim, half_to_float);
 }
 

@@ -60,7 +60,11 @@ struct Attention {
   bool causal;            // query i, at position query_offset + i, sees keys 0 to its position
   int64_t window;         // and the last `window` of them, its own included; 0: all
   int64_t query_offset;   // of the dense form
-  const float* sinks;     // a logit for each head, or null
+  // Of the dense form, or null: sequence b sees only the keys [key_begin[b], key_end[b]). Its key key_begin[b] stands
+  // at position 0, which matters where an order counts from there (tiles on CUDA). A negative one says that the keys
+  // before row 0 are no longer stored: that many positions precede it.
+  Indices key_begin, key_end;
+  const float* sinks;  // a logit for each head, or null
 
   MaskKind mask_kind;  // dense only; kVisible hides keys, the others are added to the score
   const void* mask;

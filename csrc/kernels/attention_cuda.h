@@ -29,10 +29,8 @@ namespace quartz::kernels::cuda {
 
 // What Attention does not say.
 struct AttentionExtras {
-  int64_t blocks = 0;                  // paged: of k and v; 0: unknown
-  int64_t key_rows = 0;                // dense: rows of k and v in memory, if more than `keys` are used (key_begin)
-  int64_t most_queries = 0;            // ragged: of one sequence; 0: unknown
-  const int32_t* key_begin = nullptr;  // dense: the row of k and v that holds key 0 of each sequence; null: 0
+  int64_t blocks = 0;        // paged: of k and v; 0: unknown
+  int64_t most_queries = 0;  // ragged: of one sequence; 0: unknown
   // The plan, the block table and key_begin were complete before the kernel that precedes in the stream: it and this
   // call may overlap (programmatic dependent launch).
   bool overlap_previous = false;
@@ -54,7 +52,7 @@ int64_t attention_workspace(const AttentionPlan& plan, int64_t head_size, int64_
 void tile_attention(const Attention& a, const AttentionExtras& extras, const AttentionPlan& plan, int32_t* words,
                     void* workspace, void* stream);
 
-void general_attention(const Attention& a, const AttentionExtras& extras, void* stream);
+void general_attention(const Attention& a, void* stream);
 
 // Keys, and values if there are any, in one launch; the slots are those of `key`. Slots outside the cache's `blocks`
 // are skipped; which of several rows for one slot stays is not defined.

@@ -70,7 +70,9 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
                                                        : most_blocks + (room.wide == 0 ? 1 : 0)));
   room.keys_shared = ragged ? rows > sequences * s : input.queries > s;
   if (room.split_units > 0) {
-    const int64_t chunks = AttentionChunks::of(static_cast<int>((int64_t{input.keys} + 127) / 128)) + 1;
+    // Keys that do not begin at a chunk's border may touch one more.
+    const int64_t keys = input.keys + (input.key_begin.data != nullptr ? 1024 : 0);
+    const int64_t chunks = AttentionChunks::of(static_cast<int>((keys + 127) / 128)) + 1;
     room.slot_rows = room.split_tokens * input.group;
     room.items = 2 * input.processors + 3 * room.split_units + 2048;
     room.folds = chunks > 1 ? std::min(room.split_units, 3 * input.processors) : 0;  // one chunk is never cut

@@ -58,6 +58,7 @@ struct alignas(32) AttentionFold {
 // Where the lengths come from, and what the plan may be.
 struct AttentionPlanInput {
   Indices query_starts, key_counts;  // as in Attention; null: every sequence has `queries` and `keys`
+  Indices key_begin, key_end;        // dense: as in Attention, or null
   int32_t sequences;
   int32_t queries, keys;  // ragged: all rows of queries, and the most keys that a sequence can have
   int32_t query_offset;   // dense: position of the first query

@@ -87,7 +87,11 @@ class AttentionPlanner {
 
   // Lengths out of bounds are brought within: on the GPU nobody can report them.
   QUARTZ_PLANNER_CALL Sequence sequence(int s) const {
-    if (in_.query_starts.data == nullptr) return {0, in_.queries, in_.keys, in_.query_offset};
+    if (in_.query_starts.data == nullptr) {
+      const int begin = in_.key_begin.data != nullptr ? clamp(in_.key_begin[s], -kMostDropped, in_.keys) : 0;
+      const int end = in_.key_end.data != nullptr ? clamp(in_.key_end[s], 0, in_.keys) : in_.keys;
+      return {0, in_.queries, higher(0, end - begin), in_.query_offset - begin};
+    }
     if (s == in_.sequences) {  // rows that belong to none: without keys, so that they become zeros
       const int used = clamp(in_.query_starts[s], 0, in_.queries);
       return {used, in_.queries - used, 0, 0};
@@ -454,7 +458,7 @@ class AttentionPlanner {
     return count;
   }
 
-  static constexpr int kEvenTiles = 12, kManyWide = 1024;
+  static constexpr int kEvenTiles = 12, kManyWide = 1024, kMostDropped = 1 << 29;
   int piece_tiles_ = 4;
 
   const Team& team_;

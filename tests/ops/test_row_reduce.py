@@ -259,3 +259,18 @@ def test_errors_are_those_of_pytorch():
         x.argmax(-3)
     with pytest.raises(RuntimeError, match=r"could not infer output dtype|must be either a floating point"):
         x.int().mean(-1)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean", "softmax", "log_softmax"])
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_dimension_has_the_bits_of_rows(name, dim, dtype):
+    """A short dimension that is not the last is reduced as rows are: neighbours do not matter, nor does the layout."""
+    x = torch.randn(5, 40, 7, generator=torch.Generator().manual_seed(1)).to(dtype).to("quartz")
+    got, rows = getattr(torch, name)(x, dim), getattr(torch, name)(x.movedim(dim, -1).contiguous(), -1)
+    assert torch.equal(got, rows.movedim(-1, dim) if "softmax" in name else rows)
+    exact = getattr(torch, name)(x.cpu().double(), dim)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(got.cpu().double(), exact, rtol=tolerance, atol=tolerance)
+    if name in ("sum", "mean"):
+        assert torch.equal(getattr(torch, name)(x, dim, keepdim=True), got.unsqueeze(dim))

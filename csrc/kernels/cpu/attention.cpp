@@ -19,24 +19,33 @@ struct Block {
 
 // Queries and keys of one sequence.
 struct Sequence {
-  int64_t first_row, queries, keys, offset;  // offset: position of the first query
+  int64_t first_row, queries, first_key, keys, offset;  // keys [first_key, keys); offset: row of the first query's key
 };
 Sequence sequence_of(const Attention& a, int64_t b) {
-  if (a.query_starts.data == nullptr) return {0, a.queries, a.keys, a.query_offset};
+  if (a.query_starts.data == nullptr) {
+    const int64_t begin = a.key_begin.data != nullptr ? std::max<int64_t>(0, a.key_begin[b]) : 0;
+    const int64_t end = a.key_end.data != nullptr ? std::min<int64_t>(a.keys, a.key_end[b]) : a.keys;
+    return {0, a.queries, begin, std::max(begin, end), a.query_offset};
+  }
   const int64_t first = a.query_starts[b], queries = a.query_starts[b + 1] - first, keys = a.key_counts[b];
-  return {first, queries, keys, keys - queries};
+  return {first, queries, 0, keys, keys - queries};
 }
 
 struct Range {
   int64_t begin, end;
 };
-// The keys that a query at `position` may see, masks aside.
-Range visible(const Attention& a, int64_t position, int64_t keys) {
-  Range r{0, keys};
-  if (a.causal) r.end = std::max<int64_t>(0, std::min(keys, position + 1));
-  if (a.window > 0) r.begin = std::max<int64_t>(0, position - a.window + 1);
-  if (r.begin >= r.end) r.begin = r.end = 0;
+// The keys that the query behind `token` others of the sequence may see, masks aside; none if begin >= end. Both grow
+// with the token.
+Range limits(const Attention& a, const Sequence& s, int64_t token) {
+  const int64_t position = s.offset + token;
+  Range r{s.first_key, s.keys};
+  if (a.causal) r.end = std::max<int64_t>(0, std::min(s.keys, position + 1));
+  if (a.window > 0) r.begin = std::max<int64_t>(s.first_key, position - a.window + 1);
   return r;
+}
+Range visible(const Attention& a, const Sequence& s, int64_t token) {
+  const Range r = limits(a, s, token);
+  return r.begin < r.end ? r : Range{0, 0};
 }
 
 // What a block needs while it is worked on, in the memory of the thread.
@@ -133,7 +142,7 @@ class Worker {
         const int64_t n = a_.head_size - d;
         store16(r.q + row * a_.head_size + d, mul(load16(q + d, n), scale), n);
       }
-      r.seen[row] = visible(a_, sequence.offset + token, sequence.keys);
+      r.seen[row] = visible(a_, sequence, token);
       r.mask[row] = static_cast<const char*>(a_.mask);
       if (a_.mask_kind != MaskKind::kNone) {
         r.mask[row] += (block.sequence * a_.mask_strides[0] + head * a_.mask_strides[1] + token * a_.mask_strides[2]) *
@@ -435,10 +444,8 @@ void typed(const Attention& a, const Parallel& parallel) {
         block.kv_head = h;
         block.first_token = std::max<int64_t>(0, end - tokens);
         block.tokens = end - block.first_token;
-        const Range first = visible(a, s.offset + block.first_token, s.keys),
-                    last = visible(a, s.offset + end - 1, s.keys);
-        block.begin = first.end > first.begin ? first.begin : 0;
-        block.end = std::max(first.end, last.end);
+        block.end = limits(a, s, end - 1).end;
+        block.begin = std::min(limits(a, s, block.first_token).begin, block.end);
         const int64_t rows = block.tokens * group;
         block.score_stride = round_up(block.end - block.begin, kTile) + 16;
         block.shared_scores = shared;

@@ -67,7 +67,7 @@ CUtensorMap key_map(const Attention& a, const void* data, const AttentionStrides
   const bool paged = a.block_table.data != nullptr;
   return tensor_map(data != nullptr ? data : a.q, a.dtype,
                     {{size, 1, 64},
-                     dimension(paged ? a.block_size : std::max(a.keys, extras.key_rows), s.row, rows),
+                     dimension(paged ? a.block_size : a.keys, s.row, rows),
                      dimension(a.kv_heads, s.head, 1),
                      dimension(!paged              ? a.batch
                                : extras.blocks > 0 ? extras.blocks
@@ -104,7 +104,7 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   p.folds = reinterpret_cast<const AttentionFold*>(words + room.folds_at());
   p.block_table = a.block_table;
   p.table_stride = a.block_table_stride;
-  p.key_begin = extras.key_begin;
+  p.key_begin = a.key_begin;
   p.out = a.out;
   p.out_batch = a.out_strides.batch;
   p.out_token = a.out_strides.row;
@@ -148,7 +148,7 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
     p.values = {a.v, a.v_strides.batch, a.v_strides.row, a.v_strides.head, static_cast<int>(a.value_size)};
   }
 
-  const bool full = a.window > 0 || capped || p.mask != nullptr || odd;
+  const bool full = a.window > 0 || capped || p.mask != nullptr || odd || a.key_begin.data != nullptr;
   Maps maps{};
   maps.key = key_map(a, a.k, a.k_strides, a.head_size, static_cast<int>(page_rows), extras);
   maps.value = key_map(a, a.v, a.v_strides, a.value_size, static_cast<int>(page_rows), extras);
@@ -206,6 +206,8 @@ AttentionPlan prepare_attention(const Attention& a, const AttentionExtras& extra
   AttentionPlanInput& in = plan.input;
   in.query_starts = a.query_starts;
   in.key_counts = a.key_counts;
+  in.key_begin = a.key_begin;
+  in.key_end = a.key_end;
   in.sequences = static_cast<int32_t>(a.batch);
   in.queries = static_cast<int32_t>(a.queries);
   in.keys = static_cast<int32_t>(a.keys);

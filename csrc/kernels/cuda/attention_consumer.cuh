@@ -113,17 +113,19 @@ struct Consumer {
       for (int i = 0; i < 64; ++i) s[i] = soft_capped(s[i], p.cap_c1, p.cap);
     }
     if (p.mask != nullptr) {
+      const int begin = key_begin(item, p);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int64_t base = item.sequence * p.mask_batch + (item.head * p.group + rows.head(r)) * p.mask_head +
-                             (item.token + rows.token(r)) * p.mask_query;
+                             (item.token + rows.token(r)) * p.mask_query + begin * p.mask_key;
         if (rows.token(r) >= item.tokens) continue;
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int key = key0 + 8 * j + 2 * (lane & 3) + e;
-            if (key < high[r]) s[4 * j + 2 * r + e] = masked(s[4 * j + 2 * r + e], base + key * p.mask_key);
+            if (key < high[r] && key >= -begin)
+              s[4 * j + 2 * r + e] = masked(s[4 * j + 2 * r + e], base + key * p.mask_key);
           }
         }
       }
@@ -289,7 +291,7 @@ struct Consumer {
       for (int r = 0; r < 2; ++r) {
         const int position = item.position + rows.token(r);
         high[r] = p.causal ? min(position + 1, item.keys) : item.keys;
-        low[r] = kFull && p.window > 0 ? max(0, position + 1 - p.window) : 0;
+        low[r] = kFull ? max(max(0, -key_begin(item, p)), p.window > 0 ? position + 1 - p.window : 0) : 0;
       }
       const int flags = __shfl_sync(~0u, static_cast<int>(item.flags), 0);
       const bool begins = flags & AttentionItem::kBegins, ends = flags & AttentionItem::kEnds;

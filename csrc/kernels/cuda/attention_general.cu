@@ -43,7 +43,7 @@ __device__ float over_block(float x, float* shared) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, const int32_t* key_begin) {
+__global__ void __launch_bounds__(kThreads) general_kernel(const Attention a) {
   extern __shared__ float shared[];  // the query, then the sums of values
   __shared__ float probability[kThreads], reduced[kThreads / 32];
   __shared__ int64_t key_rows[kThreads];
@@ -51,6 +51,7 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, co
   const bool ragged = a.query_starts.data != nullptr;
   const int head = blockIdx.y, thread = threadIdx.x;
   int64_t row = blockIdx.x, sequence = blockIdx.z, keys = a.keys, position;
+  int64_t first_row = 0;  // of the keys: the one that holds key 0 of the sequence
   if (ragged) {
     position = 0;
     if (row < a.query_starts[0] || row >= a.query_starts[a.batch]) {
@@ -66,11 +67,15 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, co
       position = keys - (a.query_starts[sequence + 1] - row);
     }
   } else {
-    position = a.query_offset + row;
+    if (a.key_begin.data != nullptr) first_row = a.key_begin[sequence];
+    if (a.key_end.data != nullptr) keys = min(keys, a.key_end[sequence]);
+    keys -= first_row;
+    position = a.query_offset - first_row + row;
   }
   const int64_t batch = ragged ? 0 : sequence;
   const int64_t end = a.causal ? min(keys, position + 1) : keys;
-  const int64_t begin = a.window > 0 ? max(int64_t{0}, position + 1 - a.window) : 0;
+  const int64_t stored = max(int64_t{0}, -first_row);
+  const int64_t begin = a.window > 0 ? max(stored, position + 1 - a.window) : stored;
   const int64_t kv_head = head / (a.heads / a.kv_heads);
   const T* q = static_cast<const T*>(a.q) + batch * a.q_strides.batch + head * a.q_strides.head + row * a.q_strides.row;
   for (int64_t d = thread; d < a.head_size; d += kThreads) query[d] = to_float(q[d]) * a.scale;
@@ -83,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, co
     bool hidden = key < begin || key >= end;
     float score = minus_infinity();
     if (!hidden) {
-      int64_t block = sequence, slot = key + (key_begin != nullptr ? key_begin[sequence] : 0);
+      int64_t block = sequence, slot = key + first_row;
       if (a.block_table.data != nullptr) {
         block = a.block_table[sequence * a.block_table_stride + key / a.block_size];
         slot = key % a.block_size;
@@ -95,10 +100,10 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, co
       for (int64_t d = 0; d < a.head_size; ++d) sum = fmaf(query[d], to_float(k[d]), sum);
       if (a.soft_cap > 0.0f) sum = a.soft_cap * tanhf(sum / a.soft_cap);
       if (a.mask_kind != MaskKind::kNone) {
-        sum += mask_value<T>(
-            a,
-            sequence * a.mask_strides[0] + head * a.mask_strides[1] + row * a.mask_strides[2] + key * a.mask_strides[3],
-            hidden);
+        sum += mask_value<T>(a,
+                             sequence * a.mask_strides[0] + head * a.mask_strides[1] + row * a.mask_strides[2] +
+                                 slot * a.mask_strides[3],
+                             hidden);
       }
       if (!hidden) score = sum;
     }
@@ -139,27 +144,27 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, co
 }
 
 template <class T>
-void launch(const Attention& a, const AttentionExtras& extras, cudaStream_t stream) {
+void launch(const Attention& a, cudaStream_t stream) {
   const bool ragged = a.query_starts.data != nullptr;
   const dim3 grid(static_cast<unsigned>(a.queries), static_cast<unsigned>(a.heads),
                   static_cast<unsigned>(ragged ? 1 : a.batch));
   const auto bytes = static_cast<size_t>(a.head_size + a.value_size) * sizeof(float);
-  general_kernel<T><<<grid, kThreads, bytes, stream>>>(a, extras.key_begin);
+  general_kernel<T><<<grid, kThreads, bytes, stream>>>(a);
   check(cudaGetLastError(), "attention");
 }
 
 }  // namespace
 
-void general_attention(const Attention& a, const AttentionExtras& extras, void* stream) {
+void general_attention(const Attention& a, void* stream) {
   if (a.queries == 0 || a.heads == 0 || a.batch == 0) return;
   const auto on = static_cast<cudaStream_t>(stream);
   switch (a.dtype) {
     case DType::kFloat32:
-      return launch<float>(a, extras, on);
+      return launch<float>(a, on);
     case DType::kFloat16:
-      return launch<Float16>(a, extras, on);
+      return launch<Float16>(a, on);
     case DType::kBFloat16:
-      return launch<BFloat16>(a, extras, on);
+      return launch<BFloat16>(a, on);
   }
 }
 

@@ -28,7 +28,7 @@ struct Params {
   const AttentionFold* folds;
   Indices block_table;
   int64_t table_stride;
-  const int32_t* key_begin;
+  Indices key_begin;  // dense: the row of k and v that holds key 0 of each sequence; null: 0
   void* out;
   int64_t out_batch, out_token, out_head;
   float* lse;

@@ -137,7 +137,7 @@ struct Producer {
         break;
       }
       int page = page_of(item, item.tile_begin), previous = 0;
-      const int slot = p.key_begin != nullptr ? p.key_begin[item.sequence] : 0;
+      const int slot = key_begin(item, p);
       begin();
       load_queries(item, queries);
       queries.next();

@@ -88,6 +88,11 @@ QUARTZ_DEVICE void values(float (&o)[D / 2], const uint32_t (&p)[32], uint32_t v
   }
 }
 
+// The row of the keys that holds key 0 of an item's sequence (dense).
+QUARTZ_DEVICE int key_begin(const AttentionItem& item, const Params& p) {
+  return p.key_begin.data != nullptr ? static_cast<int>(p.key_begin[item.sequence]) : 0;
+}
+
 // The first key that an item's rows may see.
 QUARTZ_DEVICE int first_key(const AttentionItem& item, const Params& p) {
   return p.window > 0 ? max(0, item.position + 1 - p.window) : 0;

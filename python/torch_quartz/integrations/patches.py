@@ -22,8 +22,10 @@ from torch_quartz.integrations import (
     multiprocessing,
     safetensors,
     transformers,
+    transformers_attention,
     transformers_experts,
     transformers_fused,
+    transformers_paged,
 )
 from torch_quartz.integrations.replacements import Replacements
 
@@ -97,8 +99,10 @@ PATCHES = (
     _patch(safetensors),
     _patch(accelerate),
     _patch(transformers),
+    _patch(transformers_attention),
     _patch(transformers_experts),
     _patch(transformers_fused),
+    _patch(transformers_paged),
 )
 
 _installed: list[Patch] = []

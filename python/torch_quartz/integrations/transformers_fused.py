@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_quartz.integrations.replacements import Replacements
+from torch_quartz.integrations.transformers_recurrent import make_replacement
 
 PATCHES = (
     {
@@ -37,6 +38,12 @@ PATCHES = (
         "name": "transformers.rotary",
         "target": "the functions apply_rotary_pos_emb of transformers.models",
         "reason": "queries and keys are rotated in one kernel instead of ten calls",
+    },
+    {
+        "name": "transformers.recurrent",
+        "target": "the functions mamba_selective_scan, mamba_selective_state_update, torch_chunk_gated_delta_rule, "
+        "torch_recurrent_gated_delta_rule of transformers.models",
+        "reason": "a sequence and its tokens one by one run one operator, in the same order of arithmetic",
     },
 )
 
@@ -101,6 +108,8 @@ def _scan(name: str) -> None:
                 _changes.attribute(value, "forward", _make_mlp)
         elif isinstance(value, FunctionType) and _is_rotary(key, value):
             _changes.function(module, key, _make_rotary)
+        elif isinstance(value, FunctionType) and (make := make_replacement(key)) is not None:
+            _changes.function(module, key, make)
 
 
 def _is_rotary(name: str, function: FunctionType) -> bool:

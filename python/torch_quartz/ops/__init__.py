@@ -7,6 +7,7 @@ Importing this package registers their fake kernels (for ``torch.compile`` and `
 from torch_quartz.ops.apply_token_bitmask_ import apply_token_bitmask_
 from torch_quartz.ops.attention import attention
 from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, silu_and_mul
+from torch_quartz.ops.gated_delta_rule import gated_delta_rule
 from torch_quartz.ops.layer_norm import layer_norm
 from torch_quartz.ops.linear import linear
 from torch_quartz.ops.markov_draft import markov_draft
@@ -26,6 +27,7 @@ from torch_quartz.ops.random_fill import bernoulli_, exponential_, normal_, unif
 from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
 from torch_quartz.ops.rotary import rotary, rotary_qk
 from torch_quartz.ops.sample import SampleResult, count_tokens, sample, token_bits, token_logprobs
+from torch_quartz.ops.selective_scan import selective_scan
 from torch_quartz.ops.spec_schedule import spec_schedule
 from torch_quartz.ops.spec_verify import VerifyResult, spec_verify
 
@@ -43,6 +45,7 @@ __all__ = [
     "dequantize_nvfp4",
     "exponential_",
     "gated_activation",
+    "gated_delta_rule",
     "gelu_and_mul",
     "layer_norm",
     "linear",
@@ -59,6 +62,7 @@ __all__ = [
     "rotary",
     "rotary_qk",
     "sample",
+    "selective_scan",
     "silu_and_mul",
     "spec_schedule",
     "spec_verify",

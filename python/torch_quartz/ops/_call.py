@@ -17,6 +17,23 @@ def _is_recorded(arguments: tuple) -> bool:
     return forward_ad._current_level >= 0 or _transforms() is not None or torch.compiler.is_compiling()
 
 
+def refuse_gradients(name: str, *tensors: Tensor | None) -> None:
+    """Raise if a call of an operator without a gradient would have to record one.
+
+    Parameters
+    ----------
+    name : str
+        The operator.
+    *tensors : Tensor or None
+        Its arguments.
+    """
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise NotImplementedError(
+            f"quartz::{name}: has no gradient, got an argument that requires one; call it within torch.no_grad(), or "
+            "detach the argument"
+        )
+
+
 def direct(op: Callable) -> Callable:
     """Return a function that calls an operator below autograd where nothing is recorded.
 

@@ -16,6 +16,8 @@ def attention(
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     query_offset: int | None = None,
+    key_begin: Tensor | None = None,
+    key_end: Tensor | None = None,
     return_logsumexp: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention, ``softmax(cap(scale * query @ key^T) + mask) @ value``, in bits that depend on the row alone.
@@ -46,6 +48,12 @@ def attention(
     query_offset : int or None
         None puts the last query at the last key, as in a cache. (`scaled_dot_product_attention` puts the first query at
         the first key: 0.)
+    key_begin, key_end : Tensor or None
+        Shape ``(batch,)``, int32 or int64: sequence `b` sees only the keys from ``key_begin[b]`` on, and those before
+        ``key_end[b]``. With padding on the left, give its length as `key_begin`: the sequence's position 0 is there, so
+        that it has the bits of the call without padding on every device. (A mask says what is hidden, not where the
+        sequence begins.) A negative one means that so many keys of the sequence are no longer stored, as in the cache
+        of a window; nobody sees them.
     return_logsumexp : bool
         Also return the logarithm of each row's sum of exponentials.
 
@@ -69,14 +77,25 @@ def attention(
     tensor([3., 3.])
     """
     output, logsumexp = torch.ops.quartz.attention(
-        query, key, value, mask, causal, scale, window, soft_cap, sinks, query_offset
+        query, key, value, mask, causal, scale, window, soft_cap, sinks, query_offset, key_begin, key_end
     )
     return (output, logsumexp) if return_logsumexp else output
 
 
 @torch.library.register_fake("quartz::attention")
 def _(
-    query, key, value, mask=None, causal=False, scale=None, window=None, soft_cap=None, sinks=None, query_offset=None
+    query,
+    key,
+    value,
+    mask=None,
+    causal=False,
+    scale=None,
+    window=None,
+    soft_cap=None,
+    sinks=None,
+    query_offset=None,
+    key_begin=None,
+    key_end=None,
 ):
     batch, heads, queries, _ = query.shape
     output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
@@ -93,14 +112,14 @@ def _visible(queries: int, keys: int, causal: bool, window: int | None, offset: 
 
 
 def _setup(ctx, inputs, output):
-    query, key, value, mask, ctx.causal, ctx.scale, ctx.window, ctx.soft_cap, sinks, ctx.query_offset = inputs
-    ctx.save_for_backward(query, key, value, mask, sinks, *output)
+    query, key, value, mask, ctx.causal, ctx.scale, ctx.window, ctx.soft_cap, sinks, ctx.query_offset, *bounds = inputs
+    ctx.save_for_backward(query, key, value, mask, sinks, *bounds, *output)
 
 
 def _backward(ctx, grad, grad_logsumexp):
     # P = exp(S - logsumexp);  dV = P^T dO;  dS = P (dO V^T - rowsum(dO O) + dlogsumexp);  unseen keys: P = 0.
-    query, key, value, mask, sinks, output, logsumexp = ctx.saved_tensors
-    needed = (*ctx.needs_input_grad, *(False,) * 10)  # arguments left at their default are not counted
+    query, key, value, mask, sinks, key_begin, key_end, output, logsumexp = ctx.saved_tensors
+    needed = (*ctx.needs_input_grad, *(False,) * 12)  # arguments left at their default are not counted
     batch, heads, queries, size = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
     scale = size**-0.5 if ctx.scale is None else ctx.scale
@@ -120,6 +139,11 @@ def _backward(ctx, grad, grad_logsumexp):
     visible = _visible(queries, keys, ctx.causal, ctx.window, offset, query.device)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
+    place = torch.arange(keys, device=query.device)
+    if key_begin is not None:
+        scores = scores.masked_fill(place < key_begin.view(-1, 1, 1, 1, 1), -torch.inf)
+    if key_end is not None:
+        scores = scores.masked_fill(place >= key_end.view(-1, 1, 1, 1, 1), -torch.inf)
     logsumexp = logsumexp.reshape(grouped)
     hidden = (scores == -torch.inf) | (logsumexp == -torch.inf)
     p = torch.exp(scores - logsumexp).masked_fill(hidden, 0)
@@ -138,7 +162,7 @@ def _backward(ctx, grad, grad_logsumexp):
     grad_q = (grad_scores @ k * scale).reshape(query.shape).to(query.dtype)
     grad_k = (grad_scores.transpose(-1, -2) @ (q * scale)).sum(2).to(key.dtype)
     grad_v = (p.transpose(-1, -2) @ grad).sum(2).to(value.dtype)
-    return grad_q, grad_k, grad_v, grad_mask, None, None, None, None, grad_sinks, None
+    return grad_q, grad_k, grad_v, grad_mask, None, None, None, None, grad_sinks, None, None, None
 
 
 torch.library.register_autograd("quartz::attention", _backward, setup_context=_setup)

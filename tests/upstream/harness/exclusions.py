@@ -100,7 +100,17 @@ CLOSE_ON_HOST: dict[str, str] = {
 # equal.
 _PRODUCT = "the order of sums is that of docs/ops/matmul.md; PyTorch's depends on the shape and the processor"
 _ROWS = "the order of sums is that of docs/ops/rows.md; PyTorch's depends on the shape and the threads"
+_PLACE = "one way for every element, docs/ops/pointwise.md; PyTorch's depends on its place in memory"
+_TAPS = "taps ascending in float32, docs/ops/recurrent.md; PyTorch's order depends on shape and processor"
 OWN_ORDER: dict[str, str] = {
+    "aten::convolution": _TAPS,
+    **{
+        f"aten::{name}": _PLACE
+        for name in (
+            *("sigmoid", "sigmoid_", "sigmoid.out", "silu", "silu_", "silu.out", "rsqrt", "rsqrt_", "rsqrt.out"),
+            *("softplus", "softplus.out", "gelu", "gelu_", "gelu.out"),
+        )
+    },
     **{
         f"aten::{name}": _ROWS
         for name in (
