@@ -21,6 +21,9 @@ struct QuantizedMatmul {
 // copies cannot read (16 bytes), blocks of scales that are not powers of two of at least 16.
 bool quantized_matmul(const QuantizedMatmul& a);
 
+// The last steps alone: out of the sums over k, [m, n], contiguous.
+void finish_quantized(const QuantizedMatmul& a, const float* sums);
+
 // W as [batch, n, k] of `dtype`, contiguous.
 void decode_weight(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k, DType dtype, void* out, void* stream);
 

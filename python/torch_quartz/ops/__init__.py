@@ -9,8 +9,10 @@ from torch_quartz.ops.attention import attention
 from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, silu_and_mul
 from torch_quartz.ops.layer_norm import layer_norm
 from torch_quartz.ops.linear import linear
+from torch_quartz.ops.linear_quantized import linear_quantized
 from torch_quartz.ops.markov_draft import markov_draft
 from torch_quartz.ops.moe_experts import moe_experts
+from torch_quartz.ops.moe_experts_quantized import moe_experts_quantized
 from torch_quartz.ops.moe_topk import moe_topk
 from torch_quartz.ops.ngram_propose import ngram_propose
 from torch_quartz.ops.paged_attention import attention_plan, paged_attention, write_kv
@@ -22,6 +24,14 @@ from torch_quartz.ops.quantize import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
+from torch_quartz.ops.quantized_weight import (
+    QuantizedWeight,
+    from_compressed_tensors,
+    from_fp8,
+    from_modelopt,
+    from_mxfp4,
+    unswizzle_scales,
+)
 from torch_quartz.ops.random_fill import bernoulli_, exponential_, normal_, uniform_
 from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
 from torch_quartz.ops.rotary import rotary, rotary_qk
@@ -30,6 +40,7 @@ from torch_quartz.ops.spec_schedule import spec_schedule
 from torch_quartz.ops.spec_verify import VerifyResult, spec_verify
 
 __all__ = [
+    "QuantizedWeight",
     "SampleResult",
     "VerifyResult",
     "add_rms_norm",
@@ -42,12 +53,18 @@ __all__ = [
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "exponential_",
+    "from_compressed_tensors",
+    "from_fp8",
+    "from_modelopt",
+    "from_mxfp4",
     "gated_activation",
     "gelu_and_mul",
     "layer_norm",
     "linear",
+    "linear_quantized",
     "markov_draft",
     "moe_experts",
+    "moe_experts_quantized",
     "moe_topk",
     "ngram_propose",
     "normal_",
