@@ -27,6 +27,35 @@ __global__ void __launch_bounds__(kThreads) decode_weight_kernel(const Quantized
     out[i] = from_float<T>(decoded(w, i / k / n, i / k % n, i % k));
 }
 
+// T: the type of bias and out, where those are not float.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const float* sums, const QuantizedWeight w, const float* x_scales, const __grid_constant__ Product p) {
+  wait_for_previous_kernel();
+  const int64_t count = int64_t{p.m} * p.n, step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
+    const int64_t row = i / p.n, column = i % p.n;
+    float v = sums[i];
+    if (w.outer != nullptr) v = __fmul_rn(v, w.outer[column * w.outer_row]);
+    if (x_scales != nullptr) v = __fmul_rn(v, x_scales[row]);
+    Row<T, true>(p, 0, row).put(column, v);
+  }
+}
+
+// The layer as the kernels for sorted rows take it: tiles of few or of many rows of an expert.
+MoePlan plan_of(const MoeExperts& a, bool& few) {
+  few = a.tokens * a.k <= 8 * a.experts || a.tokens <= kQuantizedFew;
+  const int cap = few ? kQuantizedFew : kQuantizedMany;
+  MoePlan plan{};
+  plan.kind = MoePlan::Kind::kSorted;
+  plan.caps = {cap, cap};
+  return plan;
+}
+
+unsigned blocks_for(int64_t count) {
+  return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65536));
+}
+
 }  // namespace
 
 bool operand_of(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k, QuantizedOperand& operand) {
@@ -75,8 +104,7 @@ void decode_weight(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k
                    void* stream) {
   const int64_t count = batch * n * k;
   if (count == 0) return;
-  const LaunchShape shape{dim3(static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65536))),
-                          kThreads, 0};
+  const LaunchShape shape{dim3(blocks_for(count)), kThreads, 0};
   switch (dtype) {
     case DType::kFloat32:
       return launch(decode_weight_kernel<float>, shape, stream, w, count, n, k, static_cast<float*>(out));
@@ -85,6 +113,63 @@ void decode_weight(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k
     case DType::kBFloat16:
       return launch(decode_weight_kernel<BFloat16>, shape, stream, w, count, n, k, static_cast<BFloat16*>(out));
   }
+}
+
+void finish_quantized(const QuantizedMatmul& a, const float* sums) {
+  const Matmul& m = a.product;
+  if (m.m == 0 || m.n == 0) return;
+  const LaunchShape shape{dim3(blocks_for(m.m * m.n)), kThreads, 0};
+  if (m.dtype == DType::kFloat16)
+    launch(finish_kernel<Float16>, shape, m.stream, sums, a.w, a.x_scales, product_of(m));
+  else
+    launch(finish_kernel<BFloat16>, shape, m.stream, sums, a.w, a.x_scales, product_of(m));
+}
+
+int64_t quantized_moe_workspace(const QuantizedMoe& a) {
+  const MoeExperts& layer = a.layer;
+  const bool activation = layer.activation == GateActivation::kSilu || layer.activation == GateActivation::kGeluTanh ||
+                          layer.activation == GateActivation::kRelu;
+  const bool shapes = layer.hidden % 64 == 0 && layer.width % 64 == 0 && layer.hidden > 0 && layer.width > 0 &&
+                      layer.experts > 0 && layer.experts <= kMaxMoeExperts && layer.k <= kMaxPairsOfToken &&
+                      layer.tokens * layer.k < INT_MAX / 2;
+  QuantizedOperand operand;
+  if (layer.dtype == DType::kFloat32 || layer.transposed || !activation || !shapes || a.up.format != a.down.format ||
+      a.up.format == WeightFormat::kPlain || !aligned(layer.x, 16) || layer.x_row % 8 != 0 ||
+      !operand_of(a.up, layer.experts, 2 * layer.width, layer.hidden, operand) ||
+      !operand_of(a.down, layer.experts, layer.hidden, layer.width, operand))
+    return -1;
+  bool few;
+  MoePlan plan = plan_of(layer, few);
+  return moe_workspace(layer, plan);
+}
+
+void quantized_moe(const QuantizedMoe& a) {
+  const MoeExperts& layer = a.layer;
+  if (layer.tokens == 0) return;
+  MoeProducts products{};
+  MoePlan plan = plan_of(layer, products.few);
+  moe_workspace(layer, plan);
+  products.x = plan.sorted_x;
+  products.h = plan.h;
+  products.up = moe_product_of(layer, plan, true);
+  products.down = moe_product_of(layer, plan, false);
+  products.pairs = plan.pairs;
+  operand_of(a.up, layer.experts, 2 * layer.width, layer.hidden, products.up_w);
+  operand_of(a.down, layer.experts, layer.hidden, layer.width, products.down_w);
+  moe_order(layer, plan.tables, plan.caps);
+  moe_gather(layer, plan);
+  switch (a.up.format) {
+    case WeightFormat::kFp8:
+      quantized_moe_of<WeightFormat::kFp8>(a, products);
+      break;
+    case WeightFormat::kNvFp4:
+      quantized_moe_of<WeightFormat::kNvFp4>(a, products);
+      break;
+    default:
+      quantized_moe_of<WeightFormat::kMxFp4>(a, products);
+      break;
+  }
+  moe_combine(layer, plan);
 }
 
 }  // namespace quartz::kernels::cuda
