@@ -132,8 +132,7 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& ids, const at::Ten
 MoeLayer check_moe_layer(const char* op, const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
                          const at::Tensor& up_bias, const at::Tensor& down_bias, int64_t experts, int64_t projected,
                          bool gated) {
-  check_same_device(
-      op, {{"x", x}, {"ids", ids}, {"weights", weights}, {"up_bias", up_bias}, {"down_bias", down_bias}});
+  check_same_device(op, {{"x", x}, {"ids", ids}, {"weights", weights}, {"up_bias", up_bias}, {"down_bias", down_bias}});
   QUARTZ_CHECK_ARGUMENT(x.dim() == 2, op, "x", "have shape [tokens, hidden]", x.sizes());
   QUARTZ_CHECK_ARGUMENT(has_kernel_dtype(x), op, "x", "be float32, float16 or bfloat16", x.scalar_type());
   MoeLayer layer{};
@@ -160,9 +159,9 @@ MoeLayer check_moe_layer(const char* op, const at::Tensor& x, const at::Tensor& 
   QUARTZ_CHECK_ARGUMENT(
       !up_bias.defined() || (up_bias.dim() == 2 && up_bias.size(0) == experts && up_bias.size(1) == projected), op,
       "up_bias", "have shape [experts, rows of up]", up_bias.sizes());
-  QUARTZ_CHECK_ARGUMENT(
-      !down_bias.defined() || (down_bias.dim() == 2 && down_bias.size(0) == experts && down_bias.size(1) == layer.hidden),
-      op, "down_bias", "have shape [experts, hidden]", down_bias.sizes());
+  QUARTZ_CHECK_ARGUMENT(!down_bias.defined() ||
+                            (down_bias.dim() == 2 && down_bias.size(0) == experts && down_bias.size(1) == layer.hidden),
+                        op, "down_bias", "have shape [experts, hidden]", down_bias.sizes());
   return layer;
 }
 

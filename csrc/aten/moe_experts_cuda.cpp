@@ -63,9 +63,8 @@ bool moe_experts_on_gpu(const at::Tensor& x, const at::Tensor& ids, const at::Te
 }
 
 bool moe_experts_quantized_on_gpu(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                                  const QuantizedArgument& up, const QuantizedArgument& down,
-                                  const at::Tensor& up_bias, const at::Tensor& down_bias, const MoeGateOptions& gate,
-                                  const at::Tensor& y) {
+                                  const QuantizedArgument& up, const QuantizedArgument& down, const at::Tensor& up_bias,
+                                  const at::Tensor& down_bias, const MoeGateOptions& gate, const at::Tensor& y) {
   if (!gate.gated) return false;
   Call call = call_of(x, ids, weights, up_bias, down_bias, gate, y);
   kernels::cuda::QuantizedMoe a{call.layer, up.w, down.w};

@@ -21,8 +21,7 @@ bool moe_experts_on_gpu(const at::Tensor& x, const at::Tensor& ids, const at::Te
 
 // The same with quantised weights.
 bool moe_experts_quantized_on_gpu(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                                  const QuantizedArgument& up, const QuantizedArgument& down,
-                                  const at::Tensor& up_bias, const at::Tensor& down_bias, const MoeGateOptions& gate,
-                                  const at::Tensor& y);
+                                  const QuantizedArgument& up, const QuantizedArgument& down, const at::Tensor& up_bias,
+                                  const at::Tensor& down_bias, const MoeGateOptions& gate, const at::Tensor& y);
 
 }  // namespace quartz

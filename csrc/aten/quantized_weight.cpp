@@ -70,9 +70,10 @@ QuantizedArgument quantized_argument(const char* op, const char* name, c10::stri
   QUARTZ_CHECK_ARGUMENT(codes.scalar_type() == (fp8 ? at::kFloat8_e4m3fn : at::kByte), op, name,
                         (fp8 ? "be float8_e4m3fn for format 'fp8'" : "be uint8, two codes a byte"),
                         codes.scalar_type());
-  QUARTZ_CHECK_ARGUMENT(codes.size(-1) == (fp8 ? k : blocks_of(k, 2)), op, name,
-                        (fp8 ? "have a column for each column of its input" : "have a byte for two columns of its input"),
-                        codes.sizes(), " for ", k, " columns");
+  QUARTZ_CHECK_ARGUMENT(
+      codes.size(-1) == (fp8 ? k : blocks_of(k, 2)), op, name,
+      (fp8 ? "have a column for each column of its input" : "have a byte for two columns of its input"), codes.sizes(),
+      " for ", k, " columns");
   const bool dense = codes.stride(-1) == 1 || codes.size(-1) <= 1;
   a.codes = dense ? codes : codes.contiguous();
   a.batch = dim == 3 ? codes.size(0) : 1;
@@ -106,7 +107,8 @@ QuantizedArgument quantized_argument(const char* op, const char* name, c10::stri
   const auto type = nv ? at::kFloat8_e4m3fn : at::kFloat8_e8m0fnu;
   QUARTZ_CHECK_ARGUMENT(scales.scalar_type() == type || scales.scalar_type() == at::kByte, op,
                         (nv ? "the scales of 'nvfp4'" : "the scales of 'mxfp4'"),
-                        (nv ? "be float8_e4m3fn or its bytes" : "be float8_e8m0fnu or its bytes"), scales.scalar_type());
+                        (nv ? "be float8_e4m3fn or its bytes" : "be float8_e8m0fnu or its bytes"),
+                        scales.scalar_type());
   const int64_t group = nv ? 16 : 32;
   expected.back() = blocks_of(k, group);
   QUARTZ_CHECK_ARGUMENT(scales.sizes() == c10::IntArrayRef(expected), op,

@@ -15,8 +15,8 @@ struct QuantizedArgument {
   at::Tensor codes, scales, outer;  // what w points to
 };
 
-// `name`: what errors call the codes. `dim`: 2 for a matrix [n, k], 3 for a stack of them. `k` is the number of columns,
-// which packed codes do not tell.
+// `name`: what errors call the codes. `dim`: 2 for a matrix [n, k], 3 for a stack of them. `k` is the number of
+// columns, which packed codes do not tell.
 //   fp8             codes float8_e4m3fn [.., n, k]; scales float32: one number; of a matrix each ([b], [b, 1, 1]); of a
 //                   row ([.., n, 1], [.., n]); of `block` of a row [.., n, k / block] or of `block` x `block` [.., n /
 //                   block, k / block], both rounded up. The first shape that fits counts.

@@ -1,6 +1,7 @@
 // A weight of a product as a checkpoint holds it: codes and scales, decoded where the product reads it.
 //
-//   W[n, k]    what the product multiplies: code * scale of its block, in float, rounded once to the type of x; the code
+//   W[n, k]    what the product multiplies: code * scale of its block, in float, rounded once to the type of x; the
+//   code
 //              itself where there are no scales. Exact in bfloat16 for NVFP4, MXFP4 and fp8 without block scales.
 //   outer[n]   what a sum over k is multiplied with, in float: the scale of a tensor or of a row, NVFP4's global scale.
 //
@@ -21,13 +22,13 @@ enum class WeightFormat : uint8_t {
 
 struct QuantizedWeight {
   WeightFormat format = WeightFormat::kPlain;
-  const uint8_t* codes = nullptr;  // those of a row adjacent
-  int64_t codes_batch = 0, codes_row = 0;  // bytes
-  const void* scales = nullptr;  // null: none (fp8 only); those of a row adjacent
-  int64_t scales_batch = 0, scales_row = 0;  // elements
+  const uint8_t* codes = nullptr;             // those of a row adjacent
+  int64_t codes_batch = 0, codes_row = 0;     // bytes
+  const void* scales = nullptr;               // null: none (fp8 only); those of a row adjacent
+  int64_t scales_batch = 0, scales_row = 0;   // elements
   int64_t block_rows = 1, block_columns = 1;  // what a scale covers; the last block of a row or column may be smaller
-  const float* outer = nullptr;  // null: 1
-  int64_t outer_batch = 0, outer_row = 0;  // elements; 0 where it is one number
+  const float* outer = nullptr;               // null: 1
+  int64_t outer_batch = 0, outer_row = 0;     // elements; 0 where it is one number
 };
 
 // W[n, k] of a matrix of the stack, before it is rounded.

@@ -78,9 +78,7 @@ def test_fp8_of_transformers(scale_dtype):
     assert same_bits(weight.dequantize(torch.float32), codes.float() * wide)
     assert weight.codes.data_ptr() == codes.data_ptr()
     x = torch.randn(2, 300)
-    torch.testing.assert_close(
-        ops.linear_quantized(x, weight), x @ (codes.float() * wide).t(), rtol=1e-5, atol=1e-4
-    )
+    torch.testing.assert_close(ops.linear_quantized(x, weight), x @ (codes.float() * wide).t(), rtol=1e-5, atol=1e-4)
     for shape in ((), (1,), (200, 1)):
         scale = torch.rand(shape) + 0.5
         for weight in (
@@ -88,7 +86,7 @@ def test_fp8_of_transformers(scale_dtype):
             ops.from_modelopt(weight=codes, weight_scale=scale),
         ):
             assert same_bits(weight.dequantize(torch.float32), codes.float() * scale)
-    with pytest.raises(ValueError, match="must be float8_e4m3fn for an fp8 checkpoint, got torch.float8_e5m2"):
+    with pytest.raises(ValueError, match=r"fp8 checkpoint, got torch\.float8_e5m2"):
         ops.from_fp8(torch.ones(2, 2).to(torch.float8_e5m2), torch.ones(1, 1))
 
 
@@ -106,9 +104,7 @@ def test_bad_scales_are_refused_or_repaired():
     bad = scale.view(torch.uint8).clone()
     bad[1, 2] = 0x7F
     with pytest.raises(ValueError, match=r"weight_scale must be numbers, got NaN at \[1, 2\]"):
-        ops.from_modelopt(
-            weight=packed, weight_scale=bad.view(torch.float8_e4m3fn), weight_scale_2=torch.tensor(1.0)
-        )
+        ops.from_modelopt(weight=packed, weight_scale=bad.view(torch.float8_e4m3fn), weight_scale_2=torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"scales must be numbers, got NaN at \[0, 0\]"):
         ops.from_mxfp4(random_bytes(1, 1, 16) | 1, torch.full((1, 1), 255, dtype=torch.uint8))
 
@@ -135,7 +131,7 @@ def test_tensors_that_make_no_format():
         ops.from_compressed_tensors(weight_scale=scale)
     with pytest.raises(ValueError, match="weight_global_scale must be given"):
         ops.from_compressed_tensors(weight_packed=packed, weight_scale=scale)
-    with pytest.raises(ValueError, match="weight_scale must be float8_e4m3fn for NVFP4, got torch.uint8"):
+    with pytest.raises(ValueError, match=r"for NVFP4, got torch\.uint8"):
         ops.from_compressed_tensors(
             weight_packed=packed, weight_scale=random_bytes(4, 2), weight_global_scale=torch.ones(1)
         )

@@ -238,8 +238,7 @@ class Worker {
         alignas(64) T rows[kLanes * kChain];
         {
           const Modes exact(false);
-          for (int64_t i = 0; i < lanes; ++i)
-            decode_row(a_.quantized, p.batch, begin + i, k, count, rows + i * kChain);
+          for (int64_t i = 0; i < lanes; ++i) decode_row(a_.quantized, p.batch, begin + i, k, count, rows + i * kChain);
         }
         pack<false>(to + half * kLanes, kPanel, 0, rows, kChain, 1, lanes, count);
         continue;

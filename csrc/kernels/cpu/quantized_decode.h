@@ -66,8 +66,8 @@ QUARTZ_INLINE void put16(T* to, const Vec16& value, int64_t count) {
 // 32 codes whose first 16 have one scale and the last 16 another, as bfloat16, which holds the products exactly.
 QUARTZ_INLINE void put32(BFloat16* to, const uint8_t* codes, float first, float second) {
   const auto table = [](float scale) {
-    const Vec values = mul(e2m1_values(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)),
-                           broadcast(scale));
+    const Vec values =
+        mul(e2m1_values(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)), broadcast(scale));
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(as_int(values), 16));
   };
   const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(table(first)), table(second), 1);
@@ -115,8 +115,7 @@ void decode_row_as(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k
         for (int64_t j = 0; j < 16 && i + j < count; ++j) each[j] = scales[(k + i + j) / w.block_columns];
       }
       const Vec16 scale = one ? broadcast16(scales[block]) : load16(each);
-      put_codes(i, codes + i, count - i,
-                [&](T* at, const Vec16& v, int64_t m) { put16<false>(at, mul(v, scale), m); });
+      put_codes(i, codes + i, count - i, [&](T* at, const Vec16& v, int64_t m) { put16<false>(at, mul(v, scale), m); });
     }
   } else {
     constexpr bool kNv = kFormat == WeightFormat::kNvFp4;

@@ -19,8 +19,8 @@ int bits_of(int64_t size) {
 constexpr int kThreads = 256;
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) decode_weight_kernel(const QuantizedWeight w, int64_t count, int64_t n, int64_t k,
-                                                          T* out) {
+__global__ void __launch_bounds__(kThreads)
+    decode_weight_kernel(const QuantizedWeight w, int64_t count, int64_t n, int64_t k, T* out) {
   wait_for_previous_kernel();
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step)
@@ -29,8 +29,8 @@ __global__ void __launch_bounds__(kThreads) decode_weight_kernel(const Quantized
 
 // T: the type of bias and out, where those are not float.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    finish_kernel(const float* sums, const QuantizedWeight w, const float* x_scales, const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(kThreads) finish_kernel(const float* sums, const QuantizedWeight w,
+                                                          const float* x_scales, const __grid_constant__ Product p) {
   wait_for_previous_kernel();
   const int64_t count = int64_t{p.m} * p.n, step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {

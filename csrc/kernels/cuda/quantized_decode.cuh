@@ -17,21 +17,21 @@ namespace quartz::kernels::cuda {
 // Where the codes and scales of a weight lie, as the kernel wants them.
 struct QuantizedOperand {
   QuantizedWeight w;
-  const uint8_t* scales_end;  // behind the last scale of all
+  const uint8_t* scales_end;              // behind the last scale of all
   int block_row_bits, block_column_bits;  // fp8: a scale covers 2^bits
   int k;
 };
 
 struct QuantizedProduct {
-  Product product;    // of one matrix
-  MoeProduct moe;     // of experts
+  Product product;  // of one matrix
+  MoeProduct moe;   // of experts
   QuantizedOperand w;
   const float* x_scales;
 };
 
 // kExperts: the tiles come from the tables of the experts layer, and rows of x are sorted by expert.
 template <class T_, WeightFormat kFormat_, int kW_, int kX_, int kStages_, int kBlocks_, int kDepth_,
-          bool kExperts_ = false, MoeGates kGates_ = MoeGates::kNone>
+          bool kExperts_ = false, MoeGates kGates_ = MoeGates::kNone, int kDecoders_ = 256>
 struct QuantizedTile {
   using T = T_;
   static constexpr WeightFormat kFormat = kFormat_;
@@ -39,10 +39,10 @@ struct QuantizedTile {
   static constexpr bool kExperts = kExperts_;
   static constexpr MoeGates kGates = kGates_;
   static constexpr int kOutColumns = kGates == MoeGates::kNone ? kW : kW / 2;
-  static constexpr int kDecoders = 256, kThreads = 128 + kDecoders + 32;
-  static constexpr int kSegments = kBlocks * 64 / kUnit<kFormat>;    // units of a row of a stage
-  static constexpr int kRounds = kW * kSegments / kDecoders;         // units of a thread of a stage
-  static constexpr int kRowStep = 8 * (kDecoders / 8 / kSegments);   // rows from one unit of a thread to its next
+  static constexpr int kDecoders = kDecoders_, kThreads = 128 + kDecoders + 32;
+  static constexpr int kSegments = kBlocks * 64 / kUnit<kFormat>;   // units of a row of a stage
+  static constexpr int kRounds = kW * kSegments / kDecoders;        // units of a thread of a stage
+  static constexpr int kRowStep = 8 * (kDecoders / 8 / kSegments);  // rows from one unit of a thread to its next
   static constexpr int kWBytes = kW * kSwizzleRow, kXBytes = kX * kSwizzleRow;
   static constexpr int kStageBytes = kBlocks * (kWBytes + kXBytes);
   static constexpr int kCodes = kStages * kStageBytes, kScales = kCodes + kDepth * kDecoders * 16;
@@ -114,7 +114,8 @@ class Decoder {
       if (w.scales != nullptr) {
         const float* scales = static_cast<const float*>(w.scales);
         if (there)
-          scales += expert * w.scales_batch + (row >> p_.w.block_row_bits) * w.scales_row + (k >> p_.w.block_column_bits);
+          scales +=
+              expert * w.scales_batch + (row >> p_.w.block_row_bits) * w.scales_row + (k >> p_.w.block_column_bits);
         copy_4_bytes(to, scales, there ? 4 : 0);
       }
     } else {
@@ -143,10 +144,10 @@ class Decoder {
     if constexpr (kFormat == WeightFormat::kNvFp4) scales >>= segment_ % 2 * 16;
     if constexpr (kFormat == WeightFormat::kMxFp4) {
       const QuantizedWeight& w = p_.w.w;
-      const uint32_t place = static_cast<uint32_t>(expert) * static_cast<uint32_t>(w.scales_batch) +
-                             static_cast<uint32_t>(weight_row<Tile>(p_, panel, row)) *
-                                 static_cast<uint32_t>(w.scales_row) +
-                             static_cast<uint32_t>(step * (Tile::kBlocks * 2) + segment_);
+      const uint32_t place =
+          static_cast<uint32_t>(expert) * static_cast<uint32_t>(w.scales_batch) +
+          static_cast<uint32_t>(weight_row<Tile>(p_, panel, row)) * static_cast<uint32_t>(w.scales_row) +
+          static_cast<uint32_t>(step * (Tile::kBlocks * 2) + segment_);
       scales = scales >> ((place & 3) * 8) & 0xff;
     }
     uint32_t out[kUnitCodes / 2];
@@ -155,8 +156,8 @@ class Decoder {
     const uint32_t to = tile + block * Tile::kWBytes + row * kSwizzleRow;
 #pragma unroll
     for (int i = 0; i < kUnitCodes / 8; ++i)
-      asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + (((chunk + i) ^ (row & 7)) << 4)), "r"(out[4 * i]),
-                   "r"(out[4 * i + 1]), "r"(out[4 * i + 2]), "r"(out[4 * i + 3])
+      asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(to + (((chunk + i) ^ (row & 7)) << 4)),
+                   "r"(out[4 * i]), "r"(out[4 * i + 1]), "r"(out[4 * i + 2]), "r"(out[4 * i + 3])
                    : "memory");
   }
 
@@ -221,9 +222,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const MoeTile* const table = Tile::kGates == MoeGates::kNone ? p.moe.tables.down_tiles : p.moe.tables.up_tiles;
   const int columns = Tile::kExperts ? p.moe.out_width : p.product.n;
   const int panels = (columns + Tile::kOutColumns - 1) / Tile::kOutColumns;
-  const int row_tiles = Tile::kExperts ? *reinterpret_cast<volatile const int*>(
-                                             p.moe.tables.counts + (Tile::kGates == MoeGates::kNone ? 1 : 0))
-                                       : (p.product.m + Tile::kX - 1) / Tile::kX;
+  const int row_tiles =
+      Tile::kExperts
+          ? *reinterpret_cast<volatile const int*>(p.moe.tables.counts + (Tile::kGates == MoeGates::kNone ? 1 : 0))
+          : (p.product.m + Tile::kX - 1) / Tile::kX;
   const int tiles = row_tiles * panels, k_blocks = Tile::kExperts ? p.moe.k_blocks : p.product.k_blocks;
   const int steps = (k_blocks + kBlocks - 1) / kBlocks;
   const auto place = [&](int t) {
@@ -308,8 +310,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         if (warp * 16 < Tile::kX) {  // the rows of the other warps stay zero
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            load_matrices(x + block * Tile::kXBytes + x_row * kSwizzleRow + (((2 * i + (lane >> 4)) ^ (x_row & 7)) << 4),
-                          rows[i]);
+            load_matrices(
+                x + block * Tile::kXBytes + x_row * kSwizzleRow + (((2 * i + (lane >> 4)) ^ (x_row & 7)) << 4),
+                rows[i]);
         }
         const uint64_t b = Operand<Major::kK>::descriptor(w + block * Tile::kWBytes);
         wgmma_fence();

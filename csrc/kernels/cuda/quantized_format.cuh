@@ -8,7 +8,7 @@ namespace {
 
 // Blocks of 64 k in a stage: a unit for each of the 256 threads at least.
 template <WeightFormat kFormat, int kW>
-constexpr int kStageBlocks = kFormat != WeightFormat::kFp8 && kW == 16 ? 8 : 4;
+constexpr int kStageBlocks = kFormat != WeightFormat::kFp8&& kW == 16 ? 8 : 4;
 
 template <class T, WeightFormat kFormat, int kX>
 void by_width(const QuantizedMatmul& a, const QuantizedProduct& p) {

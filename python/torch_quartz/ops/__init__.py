@@ -82,5 +82,6 @@ __all__ = [
     "token_bits",
     "token_logprobs",
     "uniform_",
+    "unswizzle_scales",
     "write_kv",
 ]

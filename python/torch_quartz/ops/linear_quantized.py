@@ -32,7 +32,7 @@ def linear_quantized(
         As of `linear`.
     quantize_input : str
         ``"none"``; ``"token"``: every row of `x` is quantised to float8 with one scale, which is multiplied with the
-        sums; ``"group"``: every 128 elements of a row, which are decoded again, to the dtype of `x`, before the product.
+        sums; ``"group"``: every 128 elements of a row, which are decoded again, to the dtype of `x`, before it.
 
     Returns
     -------

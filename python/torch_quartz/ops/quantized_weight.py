@@ -20,8 +20,8 @@ class QuantizedWeight:
     Attributes
     ----------
     codes : Tensor
-        ``"fp8"``: float8_e4m3fn ``(..., n, k)``. ``"nvfp4"``, ``"mxfp4"``: uint8 ``(..., n, ceil(k / 2))``, the first of
-        two codes in the low half.
+        ``"fp8"``: float8_e4m3fn ``(..., n, k)``. ``"nvfp4"``, ``"mxfp4"``: uint8 ``(..., n, ceil(k / 2))``, the first
+        of two codes in the low half.
     scales : Tensor
         ``"fp8"``: float32: one number; one for each matrix of a stack, ``(experts,)``; for each row, ``(..., n, 1)``;
         for each group or block of `block` elements, ``(..., n, ceil(k / block))`` or ``(..., ceil(n / block),
@@ -59,7 +59,9 @@ class QuantizedWeight:
     def __getitem__(self, expert: int) -> "QuantizedWeight":
         """Return one matrix of a stack, without a copy."""
         if self.codes.dim() != 3:
-            raise IndexError(f"QuantizedWeight: only a stack has matrices, got codes of shape {tuple(self.codes.shape)}")
+            raise IndexError(
+                f"QuantizedWeight: only a stack has matrices, got codes of shape {tuple(self.codes.shape)}"
+            )
 
         def of(scale: Tensor | None) -> Tensor | None:
             return scale if scale is None or scale.numel() == 1 else scale[expert]
@@ -123,7 +125,9 @@ def _checked_scales(scales: Tensor, codes: Tensor, format: str, what: str) -> Te
     if not bool(bad.any()):
         return scales
     per_group = _GROUP[format] // 2
-    zero = torch.nn.functional.pad(_magnitudes_are_zero(codes), (0, bad.shape[-1] * per_group - codes.shape[-1]), value=True)
+    zero = torch.nn.functional.pad(
+        _magnitudes_are_zero(codes), (0, bad.shape[-1] * per_group - codes.shape[-1]), value=True
+    )
     zero = zero.unflatten(-1, (-1, per_group)).all(-1)
     if bool((bad & ~zero).any()):
         where = (bad & ~zero).nonzero()[0].tolist()
@@ -132,11 +136,17 @@ def _checked_scales(scales: Tensor, codes: Tensor, format: str, what: str) -> Te
     return torch.where(bad, torch.zeros_like(bytes_), bytes_).view(scales.dtype)
 
 
-def _fp4(codes: Tensor, scales: Tensor, total: Tensor | None, format: str, columns: int | None, names: tuple) -> QuantizedWeight:
+def _fp4(
+    codes: Tensor, scales: Tensor, total: Tensor | None, format: str, columns: int | None, names: tuple
+) -> QuantizedWeight:
     codes = codes if codes.dtype == torch.uint8 else codes.view(torch.uint8)
     scales = _checked_scales(scales, codes, format, names[0])
     return QuantizedWeight(
-        codes, scales, _checked_total(total, codes, names[1]), format, codes.shape[-1] * 2 if columns is None else columns
+        codes,
+        scales,
+        _checked_total(total, codes, names[1]),
+        format,
+        codes.shape[-1] * 2 if columns is None else columns,
     )
 
 
@@ -160,9 +170,9 @@ def from_compressed_tensors(
 ) -> QuantizedWeight:
     """Take the tensors of a layer that compressed-tensors stored: NVFP4, MXFP4 or float8.
 
-    ``weight_packed`` with ``weight_global_scale`` is NVFP4: compressed-tensors divides by the global scale, so its inverse
-    is taken. ``weight_packed`` without one and scales of 32 elements is MXFP4. ``weight`` is float8 with scales of a
-    tensor, of rows or of blocks. No copy of the codes is made.
+    ``weight_packed`` with ``weight_global_scale`` is NVFP4: compressed-tensors divides by the global scale, so its
+    inverse is taken. ``weight_packed`` without one and scales of 32 elements is MXFP4. ``weight`` is float8 with scales
+    of a tensor, of rows or of blocks. No copy of the codes is made.
 
     Parameters
     ----------
@@ -195,12 +205,14 @@ def from_compressed_tensors(
     if weight_scale.dtype == torch.float8_e4m3fn:
         if weight_global_scale is None:
             raise ValueError("from_compressed_tensors: weight_global_scale must be given for scales of float8_e4m3fn")
-        # An infinite one (experts that saw zeros alone) would make zeros of everything: treat it as the bad scale it is.
+        # The inverse of an infinite one (experts that saw zeros alone) would make zeros of everything, unnoticed.
         total = weight_global_scale.float()
         total = torch.where(total.isfinite(), total.reciprocal(), torch.full_like(total, math.nan))
         return _fp4(weight_packed, weight_scale, total, "nvfp4", columns, names)
     if weight_global_scale is not None:
-        raise ValueError(f"from_compressed_tensors: weight_scale must be float8_e4m3fn for NVFP4, got {weight_scale.dtype}")
+        raise ValueError(
+            f"from_compressed_tensors: weight_scale must be float8_e4m3fn for NVFP4, got {weight_scale.dtype}"
+        )
     return _fp4(weight_packed, weight_scale, None, "mxfp4", columns, names)
 
 
@@ -240,7 +252,8 @@ def from_modelopt(
 def from_fp8(weight: Tensor, weight_scale_inv: Tensor, block: int = 128) -> QuantizedWeight:
     """Take a weight of a float8 checkpoint as Transformers loads it (DeepSeek, Qwen3-FP8).
 
-    ``weight_scale_inv`` multiplies, in spite of its name. Scales of other types (bfloat16, float8_e8m0fnu) are converted.
+    ``weight_scale_inv`` multiplies, in spite of its name. Scales of other types (bfloat16, float8_e8m0fnu) are
+    converted.
 
     Parameters
     ----------
@@ -298,8 +311,8 @@ def from_mxfp4(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 def unswizzle_scales(scales: Tensor, rows: int, columns: int) -> Tensor:
     """Return scales in rows and columns from the tiles of 128 x 4 that Blackwell's block-scaled products read.
 
-    Element ``(r, c)`` of a tile lies at ``(r % 32) * 16 + (r // 32) * 4 + c``; tiles follow each other along the columns,
-    then the rows, and the whole is padded to full tiles.
+    Element ``(r, c)`` of a tile lies at ``(r % 32) * 16 + (r // 32) * 4 + c``; tiles follow each other along the
+    columns, then the rows, and the whole is padded to full tiles.
 
     Parameters
     ----------
