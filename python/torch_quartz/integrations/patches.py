@@ -23,6 +23,7 @@ from torch_quartz.integrations import (
     safetensors,
     transformers,
     transformers_experts,
+    transformers_fp8,
     transformers_fused,
 )
 from torch_quartz.integrations.replacements import Replacements
@@ -99,6 +100,7 @@ PATCHES = (
     _patch(transformers),
     _patch(transformers_experts),
     _patch(transformers_fused),
+    _patch(transformers_fp8),
 )
 
 _installed: list[Patch] = []
