@@ -54,9 +54,7 @@ def load(folder, **options):
 
 
 def bytes_of(model):
-    return {
-        p.dtype for n, p in model.named_parameters() if n.endswith(("_proj.weight", "experts.down_proj"))
-    }
+    return {p.dtype for n, p in model.named_parameters() if n.endswith(("_proj.weight", "experts.down_proj"))}
 
 
 @pytest.mark.parametrize("moe", [False, True])
