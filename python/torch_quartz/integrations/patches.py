@@ -25,6 +25,7 @@ from torch_quartz.integrations import (
     transformers_experts,
     transformers_fp8,
     transformers_fused,
+    transformers_mxfp4,
 )
 from torch_quartz.integrations.replacements import Replacements
 
@@ -101,6 +102,7 @@ PATCHES = (
     _patch(transformers_experts),
     _patch(transformers_fused),
     _patch(transformers_fp8),
+    _patch(transformers_mxfp4),
 )
 
 _installed: list[Patch] = []

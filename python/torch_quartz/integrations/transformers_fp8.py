@@ -51,7 +51,19 @@ def undo() -> None:
     _changes.undo()
 
 
-def _is_on_quartz(device_map: Any) -> bool:
+def is_on_quartz(device_map: Any) -> bool:
+    """Return whether a ``device_map`` names quartz devices alone.
+
+    Parameters
+    ----------
+    device_map : object
+        A device, its name, or a dictionary of them.
+
+    Examples
+    --------
+    >>> is_on_quartz("quartz:0"), is_on_quartz({"": "cpu"}), is_on_quartz("auto")
+    (True, False, False)
+    """
     places = list(device_map.values()) if isinstance(device_map, dict) else [device_map]
     return bool(places) and all(isinstance(p, (str, torch.device)) and str(p).startswith("quartz") for p in places)
 
@@ -64,7 +76,7 @@ def _patch_quantizer(module: ModuleType) -> None:
     def make(original: Any) -> Any:
         @functools.wraps(original)
         def validate_environment(self: Any, *arguments: Any, **options: Any) -> Any:
-            if self.pre_quantized and _is_on_quartz(options.get("device_map")):
+            if self.pre_quantized and is_on_quartz(options.get("device_map")):
                 return None
             return original(self, *arguments, **options)
 

@@ -17,7 +17,7 @@ _GROUP = {"nvfp4": 16, "mxfp4": 32}
 class QuantizedWeight:
     """A matrix ``(n, k)`` of codes and its scales, or a stack of them with a first dimension of experts.
 
-    Attributes
+    Parameters
     ----------
     codes : Tensor
         ``"fp8"``: float8_e4m3fn ``(..., n, k)``. ``"nvfp4"``, ``"mxfp4"``: uint8 ``(..., n, ceil(k / 2))``, the first
