@@ -66,7 +66,7 @@ struct Weight {
   Weight(WeightFormat format, bool blocks, bool outer, int64_t batch, int64_t n, int64_t k)
       : codes(bytes_between(batch * n * (format == WeightFormat::kFp8 ? k : k / 2), 0,
                             format == WeightFormat::kFp8 ? 0x50 : 255)),
-        scales(bytes_between(batch * n * k / 16, format == WeightFormat::kNvFp4 ? 8 : 118,
+        scales(bytes_between(batch * n * ((k + 15) / 16), format == WeightFormat::kNvFp4 ? 8 : 118,
                              format == WeightFormat::kNvFp4 ? 0x50 : 124)),
         block_scales(floats_between(batch * ((n + 127) / 128) * ((k + 127) / 128), 0.01f, 0.02f)),
         outer_scales(floats_between(batch * n, 0.01f, 0.02f)),
@@ -81,7 +81,7 @@ struct Weight {
     gpu = host;
     if (format != WeightFormat::kFp8) {
       host.block_columns = format == WeightFormat::kNvFp4 ? 16 : 32;
-      host.scales_row = k / host.block_columns;
+      host.scales_row = (k + host.block_columns - 1) / host.block_columns;
       host.scales_batch = n * host.scales_row;
       host.scales = scales.data();
     } else if (blocks) {
@@ -170,6 +170,23 @@ TEST(Quantized, BitsOfTheProductWithTheDecodedWeight) {
       ASSERT_TRUE(cuda::quantized_matmul(a));
       const auto all = out.host<BFloat16>();
       EXPECT_TRUE(same(row.host<BFloat16>(), {all.end() - n, all.end()}));
+    }
+  }
+}
+
+TEST(Quantized, DecodedWeightsOfAnySize) {
+  for (const Kind& kind : kKinds) {
+    for (const int64_t k : {40, 64, 208}) {  // 16 bytes of codes at a time where they fill a row
+      const int64_t n = 131, batch = 2;
+      const Weight weight(kind.format, kind.blocks, kind.outer, batch, n, k);
+      const Buffer decoded_weight(static_cast<std::size_t>(2 * batch * n * k));
+      cuda::decode_weight(weight.gpu, batch, n, k, DType::kBFloat16, decoded_weight.data(), nullptr);
+      const auto values = decoded_weight.host<BFloat16>();
+      int64_t wrong = 0;
+      for (int64_t i = 0; i < batch * n * k; ++i)
+        wrong += values[static_cast<std::size_t>(i)].bits !=
+                 from_float<BFloat16>(decoded(weight.host, i / k / n, i / k % n, i % k)).bits;
+      EXPECT_EQ(wrong, 0) << "format " << int(kind.format) << " k " << k;
     }
   }
 }

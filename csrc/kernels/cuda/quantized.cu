@@ -17,6 +17,9 @@ int bits_of(int64_t size) {
 }
 
 constexpr int kThreads = 256;
+unsigned blocks_for(int64_t count) {
+  return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65536));
+}
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -25,6 +28,66 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step)
     out[i] = from_float<T>(decoded(w, i / k / n, i / k % n, i % k));
+}
+
+// 16 bytes of codes a thread.
+template <class T, WeightFormat kFormat>
+__global__ void __launch_bounds__(kThreads)
+    decode_units_kernel(const QuantizedWeight w, int64_t units, int64_t n, int units_of_row, uint4* out) {
+  constexpr int kCodes = kUnit<kFormat>, kWords = kCodes / 2;
+  wait_for_previous_kernel();
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < units; i += step) {
+    const int64_t stack_row = i / units_of_row, batch = stack_row / n, row = stack_row - batch * n;
+    const int unit = static_cast<int>(i - stack_row * units_of_row), k = unit * kCodes;
+    const uint4 codes =
+        *reinterpret_cast<const uint4*>(w.codes + batch * w.codes_batch + row * w.codes_row + 16 * unit);
+    const int64_t scales_row = batch * w.scales_batch + row / w.block_rows * w.scales_row;
+    uint32_t scales = 0;
+    if constexpr (kFormat == WeightFormat::kFp8) {
+      if (w.scales != nullptr)
+        scales =
+            __float_as_uint(static_cast<const float*>(w.scales)[scales_row + k / static_cast<int>(w.block_columns)]);
+    } else {
+      const uint8_t* from = static_cast<const uint8_t*>(w.scales) + scales_row;
+      if constexpr (kFormat == WeightFormat::kNvFp4)
+        scales = from[k / 16] | static_cast<uint32_t>(from[k / 16 + 1]) << 8;
+      else
+        scales = from[k / 32];
+    }
+    uint32_t words[kWords];
+    decode_unit<T, kFormat>(codes, scales, w.scales != nullptr, words);
+    uint4* const to = out + i * (kWords / 4);
+#pragma unroll
+    for (int j = 0; j < kWords / 4; ++j)
+      to[j] = make_uint4(words[4 * j], words[4 * j + 1], words[4 * j + 2], words[4 * j + 3]);
+  }
+}
+
+template <class T, WeightFormat kFormat>
+bool decode_units(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k, T* out, void* stream) {
+  constexpr int64_t kCodes = kUnit<kFormat>;
+  const bool blocks = kFormat != WeightFormat::kFp8 || w.scales == nullptr || w.block_columns % kCodes == 0;
+  if (!blocks || k % kCodes != 0 || k > INT_MAX || !aligned(w.codes, 16) || !aligned(out, 16) ||
+      w.codes_row % 16 != 0 || w.codes_batch % 16 != 0)
+    return false;
+  const int64_t units = batch * n * (k / kCodes);
+  launch(decode_units_kernel<T, kFormat>, {dim3(blocks_for(units)), kThreads, 0}, stream, w, units, n,
+         static_cast<int>(k / kCodes), reinterpret_cast<uint4*>(out));
+  return true;
+}
+
+template <class T>
+void decode_as(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k, void* to, void* stream) {
+  T* const out = static_cast<T*>(to);
+  if constexpr (sizeof(T) == 2) {
+    if (w.format == WeightFormat::kFp8     ? decode_units<T, WeightFormat::kFp8>(w, batch, n, k, out, stream)
+        : w.format == WeightFormat::kNvFp4 ? decode_units<T, WeightFormat::kNvFp4>(w, batch, n, k, out, stream)
+                                           : decode_units<T, WeightFormat::kMxFp4>(w, batch, n, k, out, stream))
+      return;
+  }
+  const int64_t count = batch * n * k;
+  launch(decode_weight_kernel<T>, {dim3(blocks_for(count)), kThreads, 0}, stream, w, count, n, k, out);
 }
 
 // T: the type of bias and out, where those are not float.
@@ -50,10 +113,6 @@ MoePlan plan_of(const MoeExperts& a, bool& few) {
   plan.kind = MoePlan::Kind::kSorted;
   plan.caps = {cap, cap};
   return plan;
-}
-
-unsigned blocks_for(int64_t count) {
-  return static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 65536));
 }
 
 }  // namespace
@@ -102,16 +161,14 @@ bool quantized_matmul(const QuantizedMatmul& a) {
 
 void decode_weight(const QuantizedWeight& w, int64_t batch, int64_t n, int64_t k, DType dtype, void* out,
                    void* stream) {
-  const int64_t count = batch * n * k;
-  if (count == 0) return;
-  const LaunchShape shape{dim3(blocks_for(count)), kThreads, 0};
+  if (batch * n * k == 0) return;
   switch (dtype) {
     case DType::kFloat32:
-      return launch(decode_weight_kernel<float>, shape, stream, w, count, n, k, static_cast<float*>(out));
+      return decode_as<float>(w, batch, n, k, out, stream);
     case DType::kFloat16:
-      return launch(decode_weight_kernel<Float16>, shape, stream, w, count, n, k, static_cast<Float16*>(out));
+      return decode_as<Float16>(w, batch, n, k, out, stream);
     case DType::kBFloat16:
-      return launch(decode_weight_kernel<BFloat16>, shape, stream, w, count, n, k, static_cast<BFloat16*>(out));
+      return decode_as<BFloat16>(w, batch, n, k, out, stream);
   }
 }
 
