@@ -1,4 +1,6 @@
 // linear of PyTorch, composed so that every input takes the same path, and quartz::linear with an activation.
+#include "aten/linear.h"
+
 #include <ATen/ATen.h>
 #include <ATen/ops/linear_native.h>
 #include <c10/core/DeviceGuard.h>
@@ -33,7 +35,9 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
   return flat.view_symint(sizes);
 }
 
-kernels::Activation activation_of(const char* op, c10::string_view name) {
+}  // namespace
+
+kernels::Activation linear_activation(const char* op, c10::string_view name) {
   using kernels::Activation;
   static constexpr std::pair<const char*, Activation> kAll[] = {
       {"none", Activation::kNone}, {"relu", Activation::kRelu},          {"silu", Activation::kSilu},
@@ -43,6 +47,8 @@ kernels::Activation activation_of(const char* op, c10::string_view name) {
   }
   TORCH_CHECK_VALUE(false, op, ": activation must be one of none, relu, silu, gelu, gelu_tanh, gelu_quick, got ", name);
 }
+
+namespace {
 
 at::Tensor quartz_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                          c10::string_view activation) {
@@ -63,7 +69,7 @@ at::Tensor quartz_linear(const at::Tensor& x, const at::Tensor& weight, const st
   }
   Epilogue epilogue;
   epilogue.bias = addend;
-  epilogue.activation = activation_of(op, activation);
+  epilogue.activation = linear_activation(op, activation);
   const c10::DeviceGuard guard(x.device());
   auto sizes = x.sizes().vec();
   int64_t rows = 1;

@@ -44,23 +44,6 @@ bool asks_for_tf32([[maybe_unused]] const at::Tensor& tensor) {
 }
 
 #if QUARTZ_WITH_CUDA
-std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation activation) {
-  switch (activation) {
-    case kernels::Activation::kNone:
-      return kernels::cuda::Activation::kNone;
-    case kernels::Activation::kRelu:
-      return kernels::cuda::Activation::kRelu;
-    case kernels::Activation::kSilu:
-      return kernels::cuda::Activation::kSilu;
-    case kernels::Activation::kGeluTanh:
-      return kernels::cuda::Activation::kGeluTanh;
-    case kernels::Activation::kGeluQuick:
-      return kernels::cuda::Activation::kGeluQuick;
-    default:
-      return std::nullopt;
-  }
-}
-
 bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epilogue& epilogue) {
   const auto activation = gpu_activation(a.activation);
   if (!activation) return false;
@@ -108,6 +91,25 @@ bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epil
 #endif
 
 }  // namespace
+
+#if QUARTZ_WITH_CUDA
+std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation activation) {
+  switch (activation) {
+    case kernels::Activation::kNone:
+      return kernels::cuda::Activation::kNone;
+    case kernels::Activation::kRelu:
+      return kernels::cuda::Activation::kRelu;
+    case kernels::Activation::kSilu:
+      return kernels::cuda::Activation::kSilu;
+    case kernels::Activation::kGeluTanh:
+      return kernels::cuda::Activation::kGeluTanh;
+    case kernels::Activation::kGeluQuick:
+      return kernels::cuda::Activation::kGeluQuick;
+    default:
+      return std::nullopt;
+  }
+}
+#endif
 
 bool multipliable(std::initializer_list<at::Tensor> tensors) {
   const at::Tensor& first = *tensors.begin();

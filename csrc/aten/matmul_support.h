@@ -6,6 +6,10 @@
 
 #include "kernels/matmul.h"
 
+#if QUARTZ_WITH_CUDA
+#include "kernels/matmul_cuda.h"
+#endif
+
 namespace quartz {
 
 // Plain tensors on quartz of one device and one of the kernels' dtypes; on a GPU, none that asks for TF32.
@@ -23,6 +27,11 @@ enum class Second { kAsMatrix, kAsWeight };  // y is [k, n], as in mm, or [n, k]
 // nothing written, if no kernel serves it, which can happen on a GPU only.
 bool multiply(const at::Tensor& x, const at::Tensor& y, const at::Tensor& out, const Epilogue& epilogue,
               Second second = Second::kAsMatrix);
+
+#if QUARTZ_WITH_CUDA
+// None: no kernel of CUDA has it.
+std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation activation);
+#endif
 
 // The strides of a matrix, or of a batch of them, in the last two dimensions of a tensor.
 kernels::Matmul::Strides matrix_strides(const at::Tensor& tensor);

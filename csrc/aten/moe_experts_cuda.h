@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "aten/quantized_weight.h"
 #include "kernels/moe_experts.h"
 
 namespace quartz {
@@ -17,5 +18,10 @@ struct MoeGateOptions {
 bool moe_experts_on_gpu(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights, const at::Tensor& up,
                         const at::Tensor& down, const at::Tensor& up_bias, const at::Tensor& down_bias,
                         const MoeGateOptions& gate, const at::Tensor& y);
+
+// The same with quantised weights.
+bool moe_experts_quantized_on_gpu(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
+                                  const QuantizedArgument& up, const QuantizedArgument& down, const at::Tensor& up_bias,
+                                  const at::Tensor& down_bias, const MoeGateOptions& gate, const at::Tensor& y);
 
 }  // namespace quartz

@@ -1,5 +1,5 @@
 // quartz::quantize_* and quartz::dequantize_*; formats and arithmetic in kernels/quantize.h.
-#include "kernels/quantize.h"
+#include "aten/quantize.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/abs.h>
@@ -14,6 +14,7 @@
 #include "aten/operators.h"
 #include "aten/parallel.h"
 #include "kernels/low_precision.h"
+#include "kernels/quantize.h"
 
 namespace quartz {
 namespace {
@@ -36,6 +37,8 @@ std::vector<int64_t> with_last(const at::Tensor& like, int64_t last) {
   sizes.back() = last;
   return sizes;
 }
+
+}  // namespace
 
 std::tuple<at::Tensor, at::Tensor> quantize_fp8(const at::Tensor& w, c10::string_view granularity, int64_t block) {
   constexpr const char* kOp = "quartz::quantize_fp8";
@@ -118,6 +121,8 @@ at::Tensor dequantize_fp8(const at::Tensor& codes, const at::Tensor& scales, at:
   QUARTZ_RUN_KERNEL(dequantize_fp8, codes, arguments);
   return w;
 }
+
+namespace {
 
 void quantize_fp4(const at::Tensor& matrix, Fp4 format, const at::Tensor& global, const at::Tensor& packed,
                   const at::Tensor& scales) {

@@ -12,12 +12,15 @@
 //
 // gelu(v) = v Phi(v), gelu_tanh(v) = v / (1 + exp(-2 sqrt(2/pi) (v + 0.044715 v^3))), silu(v) = v / (1 + exp(-v)),
 // gelu_quick(v) = v / (1 + exp(-1.702 v)).
-// On CUDA: matmul_cuda.h.
+// A quantised w is decoded, as quantized_weight.h says, with subnormal numbers kept, and takes part like a plain one;
+// the sums are then multiplied with its outer scale and with x_scales, in this order, before alpha. On CUDA:
+// matmul_cuda.h, quantized_cuda.h.
 #pragma once
 
 #include "kernels/dtype.h"
 #include "kernels/isa.h"
 #include "kernels/parallel.h"
+#include "kernels/quantized_weight.h"
 
 namespace quartz::kernels {
 
@@ -41,7 +44,9 @@ struct Matmul {
   Activation activation;
   DType dtype, out_dtype;  // out_dtype: that of `dtype`, or float32
   Ragged ragged;
-  const int32_t* offsets;  // `batch` of them, ascending; in the memory of the kernel
+  const int32_t* offsets;           // `batch` of them, ascending; in the memory of the kernel
+  QuantizedWeight quantized = {};   // if it is not plain, in the place of w; ragged may be kNone or kM
+  const float* x_scales = nullptr;  // of each row of x; or null; not with offsets
 };
 
 QUARTZ_CPU_KERNEL(void, matmul, (const Matmul& a, const Parallel& parallel), (a, parallel))

@@ -5,6 +5,7 @@
 
 #include "kernels/cpu/matmul_epilogue.h"
 #include "kernels/cpu/matmul_tile.h"
+#include "kernels/cpu/quantized_decode.h"
 #include "kernels/scratch.h"
 
 namespace quartz::kernels::QUARTZ_ISA {
@@ -29,7 +30,7 @@ template <class T>
 struct Problem {
   const T *x, *w, *bias;
   char* out;
-  int64_t m, n, k;
+  int64_t m, n, k, batch;
 };
 
 template <class T>
@@ -40,7 +41,8 @@ Problem<T> problem(const Matmul& a, int64_t b) {
                static_cast<char*>(a.out),
                a.m,
                a.n,
-               a.k};
+               a.k,
+               b};
   int64_t out = 0;
   const int64_t begin = a.offsets == nullptr || b == 0 ? 0 : a.offsets[b - 1];
   const int64_t size = a.offsets == nullptr ? 0 : a.offsets[b] - begin;
@@ -97,16 +99,16 @@ struct Part {
 template <class T, class A>
 class Worker {
  public:
-  explicit Worker(const Matmul& a) : a_(a) {}
+  explicit Worker(const Matmul& a) : a_(a), quantized_(a.quantized.format != WeightFormat::kPlain) {}
 
   void run(const Problem<T>& p, const Part& part) {
     if (part.row >= part.row_end || part.panel >= part.panel_end) return;
-    if (p.m == 1 && p.n == 1) {
+    if (p.m == 1 && p.n == 1 && !quantized_) {
       alignas(64) float sum[16] = {};
       sum[0] = dot(p.x, a_.x_strides.column, p.w, a_.w_strides.column, p.k);
       return finish(p, 0, 0, sum, 16, 1, 1);
     }
-    if (a_.w_strides.row == 1 && a_.w_strides.column != 1 && part.row_end - part.row <= kRows) {
+    if (a_.w_strides.row == 1 && a_.w_strides.column != 1 && part.row_end - part.row <= kRows && !quantized_) {
       return spread_columns(p, part);
     }
     const int64_t blocks = divide_up(part.row_end - part.row, kRows), groups = divide_up(blocks, kGroup);
@@ -134,7 +136,7 @@ class Worker {
       pack<kWidth == 2>(packed.floats() + (block - first) * block_floats, count * kWidth, count,
                         p.x + row * a_.x_strides.row, a_.x_strides.row, a_.x_strides.column, count, p.k);
     }
-    if (first + 1 == last && a_.w_strides.column == 1) {
+    if (first + 1 == last && a_.w_strides.column == 1 && !quantized_) {
       return stream_panels(p, part, row_at(first), row_at(last), packed.floats());
     }
 
@@ -232,6 +234,15 @@ class Worker {
     const auto& strides = a_.w_strides;
     for (int half = 0; half < 2; ++half) {
       const int64_t begin = std::min(column + half * kLanes, p.n), lanes = std::min<int64_t>(kLanes, p.n - begin);
+      if (quantized_) {
+        alignas(64) T rows[kLanes * kChain];
+        {
+          const Modes exact(false);
+          for (int64_t i = 0; i < lanes; ++i) decode_row(a_.quantized, p.batch, begin + i, k, count, rows + i * kChain);
+        }
+        pack<false>(to + half * kLanes, kPanel, 0, rows, kChain, 1, lanes, count);
+        continue;
+      }
       pack<false>(to + half * kLanes, kPanel, 0, p.w + begin * strides.row + k * strides.column, strides.row,
                   strides.column, lanes, count);
     }
@@ -241,14 +252,34 @@ class Worker {
     columns = std::min(columns, std::min(p.n, part.panel_end * kPanel) - column);
     const int64_t count = std::min(kChain, p.k - k), size = sizeof(T);
     if (columns <= 0) return {};
+    if (quantized_) {
+      const QuantizedWeight& w = a_.quantized;
+      const int64_t per_byte = w.format == WeightFormat::kFp8 ? 1 : 2;
+      return {w.codes + p.batch * w.codes_batch + column * w.codes_row + k / per_byte, w.codes_row, columns,
+              (count + per_byte - 1) / per_byte};
+    }
     const T* from = p.w + column * a_.w_strides.row + k * a_.w_strides.column;
     if (a_.w_strides.column == 1) return {from, a_.w_strides.row * size, columns, count * size};
     if (a_.w_strides.row == 1) return {from, a_.w_strides.column * size, count, columns * size};
     return {};
   }
 
-  void finish(const Problem<T>& p, int64_t row, int64_t column, const float* sums, int64_t pitch, int64_t rows,
+  void scale(const Problem<T>& p, int64_t row, int64_t column, float* sums, int64_t pitch, int64_t rows,
+             int64_t columns) const {
+    const QuantizedWeight& w = a_.quantized;
+    if (w.outer != nullptr) {
+      const float* outer = w.outer + p.batch * w.outer_batch + column * w.outer_row;
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < columns; ++c) sums[r * pitch + c] *= outer[c * w.outer_row];
+    }
+    if (a_.x_scales == nullptr) return;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < columns; ++c) sums[r * pitch + c] *= a_.x_scales[row + r];
+  }
+
+  void finish(const Problem<T>& p, int64_t row, int64_t column, float* sums, int64_t pitch, int64_t rows,
               int64_t columns) const {
+    if (quantized_) scale(p, row, column, sums, pitch, rows, columns);
     const auto& strides = a_.out_strides;
     const T* bias = p.bias == nullptr ? nullptr : p.bias + row * a_.bias_strides.row + column * a_.bias_strides.column;
     const int64_t at = row * strides.row + column * strides.column;
@@ -260,6 +291,7 @@ class Worker {
   }
 
   const Matmul& a_;
+  const bool quantized_;
 };
 
 // How a product is cut for `threads`: into rows x columns parts, so that the longest thread ends soonest. Every part
@@ -350,7 +382,7 @@ void ragged(const Matmul& a, const Parallel& parallel) {
 
 // x and w exchanged, which changes no bit, where that fills more lanes or makes the results contiguous.
 bool better_exchanged(const Matmul& a) {
-  if (a.ragged != Ragged::kNone) return false;
+  if (a.ragged != Ragged::kNone || a.quantized.format != WeightFormat::kPlain) return false;
   if (a.n <= kRows && a.m > 2 * a.n && a.m >= kLanes) return true;
   return a.out_strides.row == 1 && a.out_strides.column != 1 && a.m > kRows && a.n > kRows;
 }

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kCombineThreads)
 }
 
 template <class T>
-void combine(const MoeExperts& a, const MoePlan& plan) {
+void combine_as(const MoeExperts& a, const MoePlan& plan) {
   const auto parts = static_cast<unsigned>((a.hidden + 8 * kCombineThreads - 1) / (8 * kCombineThreads));
   launch(combine_kernel<T>, {dim3(static_cast<unsigned>(a.tokens), parts), kCombineThreads, 0, 1, 1, kMoeEarly},
          a.stream, static_cast<const T*>(plan.o), plan.tables.row_of, a.weights, static_cast<T*>(a.y),
@@ -86,24 +86,24 @@ MoePlan::Kind kind_of(const MoeExperts& a) {
   return MoePlan::Kind::kPrefill;
 }
 
-// The parts of the workspace; returns its size.
-int64_t plan_workspace(const MoeExperts& a, MoePlan& plan) {
-  plan.kind = kind_of(a);
-  plan.pairs = a.tokens * a.k;
-  switch (plan.kind) {
+MoeCaps caps_of(MoePlan::Kind kind) {
+  switch (kind) {
     case MoePlan::Kind::kFew:
-      plan.caps = {8, 8};
-      break;
+      return {8, 8};
     case MoePlan::Kind::kWholeBatch:
-      plan.caps = {64, 16};
-      break;
+      return {64, 16};
     case MoePlan::Kind::kSorted:
-      plan.caps = {32, 32};
-      break;
+      return {32, 32};
     case MoePlan::Kind::kPrefill:
-      plan.caps = {128, 128};
-      break;
+      return {128, 128};
   }
+  return {};
+}
+
+}  // namespace
+
+int64_t moe_workspace(const MoeExperts& a, MoePlan& plan) {
+  plan.pairs = a.tokens * a.k;
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     void* const part = static_cast<char*>(a.workspace) + used;
@@ -122,7 +122,7 @@ int64_t plan_workspace(const MoeExperts& a, MoePlan& plan) {
   return used;
 }
 
-MoeProduct product_of(const MoeExperts& a, const MoePlan& plan, bool up) {
+MoeProduct moe_product_of(const MoeExperts& a, const MoePlan& plan, bool up) {
   MoeProduct p{};
   p.tables = plan.tables;
   p.ids = a.ids;
@@ -141,7 +141,16 @@ MoeProduct product_of(const MoeExperts& a, const MoePlan& plan, bool up) {
   return p;
 }
 
-}  // namespace
+void moe_gather(const MoeExperts& a, const MoePlan& plan) {
+  launch(gather_kernel, {dim3(static_cast<unsigned>(plan.pairs)), kGatherThreads, 0, 1, 1, kMoeEarly}, a.stream,
+         static_cast<const uint16_t*>(a.x), a.x_row, static_cast<uint16_t*>(plan.sorted_x), plan.tables,
+         static_cast<int>(a.k), static_cast<int>(a.hidden));
+}
+
+void moe_combine(const MoeExperts& a, const MoePlan& plan) {
+  if (a.dtype == DType::kBFloat16) return combine_as<BFloat16>(a, plan);
+  combine_as<Float16>(a, plan);
+}
 
 int64_t moe_experts_workspace(const MoeExperts& a) {
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
@@ -153,28 +162,26 @@ int64_t moe_experts_workspace(const MoeExperts& a) {
   const bool aligned = (address(a.x) | address(a.up) | address(a.down)) % 16 == 0 && a.x_row % 8 == 0;
   if (!activation || !types || !shapes || !aligned) return -1;
   MoePlan plan{};
-  return plan_workspace(a, plan);
+  plan.kind = kind_of(a);
+  plan.caps = caps_of(plan.kind);
+  return moe_workspace(a, plan);
 }
 
 void moe_experts(const MoeExperts& a) {
   if (a.tokens == 0) return;
   MoePlan plan{};
-  plan_workspace(a, plan);
-  plan.up = product_of(a, plan, true);
-  plan.down = product_of(a, plan, false);
+  plan.kind = kind_of(a);
+  plan.caps = caps_of(plan.kind);
+  moe_workspace(a, plan);
+  plan.up = moe_product_of(a, plan, true);
+  plan.down = moe_product_of(a, plan, false);
   if (plan.kind != MoePlan::Kind::kFew) moe_order(a, plan.tables, plan.caps);
-  if (plan.kind == MoePlan::Kind::kSorted)
-    launch(gather_kernel, {dim3(static_cast<unsigned>(plan.pairs)), kGatherThreads, 0, 1, 1, kMoeEarly}, a.stream,
-           static_cast<const uint16_t*>(a.x), a.x_row, static_cast<uint16_t*>(plan.sorted_x), plan.tables,
-           static_cast<int>(a.k), static_cast<int>(a.hidden));
+  if (plan.kind == MoePlan::Kind::kSorted) moe_gather(a, plan);
   if (plan.kind == MoePlan::Kind::kPrefill)
     moe_products_prefill(a, plan);
   else
     moe_products_decode(a, plan);
-  if (a.dtype == DType::kBFloat16)
-    combine<BFloat16>(a, plan);
-  else
-    combine<Float16>(a, plan);
+  moe_combine(a, plan);
 }
 
 }  // namespace quartz::kernels::cuda

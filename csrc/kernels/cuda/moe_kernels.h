@@ -14,6 +14,13 @@ struct MoePlan {
   MoeProduct up, down;
 };
 
+// The parts of the workspace of a plan whose kind and caps are set; returns its size.
+int64_t moe_workspace(const MoeExperts& a, MoePlan& plan);
+// The parameters of the first or the second product.
+MoeProduct moe_product_of(const MoeExperts& a, const MoePlan& plan, bool up);
+void moe_gather(const MoeExperts& a, const MoePlan& plan);   // x to sorted_x
+void moe_combine(const MoeExperts& a, const MoePlan& plan);  // o to y
+
 // Both products of the plan.
 void moe_products_decode(const MoeExperts& a, const MoePlan& plan);
 void moe_products_prefill(const MoeExperts& a, const MoePlan& plan);

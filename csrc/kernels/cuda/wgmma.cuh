@@ -146,6 +146,36 @@ QUARTZ_WGMMA(224, 112, 112, 113, 114, 115, 116)
 QUARTZ_WGMMA(256, 128, 128, 129, 130, 131, 132)
 #undef QUARTZ_WGMMA
 #undef QUARTZ_WGMMA_ASM
+
+// The same with a in registers: lane l of warp w holds rows 16 w + l / 4 and + 8 of k = 2 (l % 4), + 1 and of those +
+// 8, as ldmatrix brings them. The registers may not change before the group is waited for.
+template <class T, int N>
+struct WgmmaFromRegisters;
+
+#define QUARTZ_WGMMA_ASM(N, TYPE, R, A0, A1, A2, A3, B, P)                                                        \
+  asm volatile("{.reg .pred p;\nsetp.ne.b32 p, %" #P ", 0;\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE \
+               " {" QUARTZ_REGISTERS_##R "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, 0;}"     \
+               : QUARTZ_FLOATS_##R                                                                                \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+#define QUARTZ_WGMMA(N, R, A0, A1, A2, A3, B, P)                                                           \
+  template <class T>                                                                                       \
+  struct WgmmaFromRegisters<T, N> {                                                                        \
+    QUARTZ_DEVICE static void run(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, int accumulate) { \
+      if constexpr (std::is_same_v<T, BFloat16>)                                                           \
+        QUARTZ_WGMMA_ASM(N, "bf16.bf16", R, A0, A1, A2, A3, B, P);                                         \
+      else                                                                                                 \
+        QUARTZ_WGMMA_ASM(N, "f16.f16", R, A0, A1, A2, A3, B, P);                                           \
+    }                                                                                                      \
+  };
+
+QUARTZ_WGMMA(16, 8, 8, 9, 10, 11, 12, 13)
+QUARTZ_WGMMA(32, 16, 16, 17, 18, 19, 20, 21)
+QUARTZ_WGMMA(48, 24, 24, 25, 26, 27, 28, 29)
+QUARTZ_WGMMA(64, 32, 32, 33, 34, 35, 36, 37)
+QUARTZ_WGMMA(96, 48, 48, 49, 50, 51, 52, 53)
+QUARTZ_WGMMA(128, 64, 64, 65, 66, 67, 68, 69)
+#undef QUARTZ_WGMMA
+#undef QUARTZ_WGMMA_ASM
 #undef QUARTZ_FLOATS
 
 // Two warpgroups that multiply in step would also store in step, with nothing to multiply meanwhile. The second starts

@@ -24,8 +24,10 @@ from torch_quartz.integrations import (
     transformers,
     transformers_attention,
     transformers_experts,
+    transformers_fp8,
     transformers_fused,
     transformers_paged,
+    transformers_mxfp4,
 )
 from torch_quartz.integrations.replacements import Replacements
 
@@ -103,6 +105,8 @@ PATCHES = (
     _patch(transformers_experts),
     _patch(transformers_fused),
     _patch(transformers_paged),
+    _patch(transformers_fp8),
+    _patch(transformers_mxfp4),
 )
 
 _installed: list[Patch] = []

@@ -10,8 +10,10 @@ from torch_quartz.ops.gated_activation import gated_activation, gelu_and_mul, si
 from torch_quartz.ops.gated_delta_rule import gated_delta_rule
 from torch_quartz.ops.layer_norm import layer_norm
 from torch_quartz.ops.linear import linear
+from torch_quartz.ops.linear_quantized import linear_quantized
 from torch_quartz.ops.markov_draft import markov_draft
 from torch_quartz.ops.moe_experts import moe_experts
+from torch_quartz.ops.moe_experts_quantized import moe_experts_quantized
 from torch_quartz.ops.moe_topk import moe_topk
 from torch_quartz.ops.ngram_propose import ngram_propose
 from torch_quartz.ops.paged_attention import attention_plan, paged_attention, write_kv
@@ -23,6 +25,14 @@ from torch_quartz.ops.quantize import (
     quantize_mxfp4,
     quantize_nvfp4,
 )
+from torch_quartz.ops.quantized_weight import (
+    QuantizedWeight,
+    from_compressed_tensors,
+    from_fp8,
+    from_modelopt,
+    from_mxfp4,
+    unswizzle_scales,
+)
 from torch_quartz.ops.random_fill import bernoulli_, exponential_, normal_, uniform_
 from torch_quartz.ops.rms_norm import add_rms_norm, rms_norm
 from torch_quartz.ops.rotary import rotary, rotary_qk
@@ -32,6 +42,7 @@ from torch_quartz.ops.spec_schedule import spec_schedule
 from torch_quartz.ops.spec_verify import VerifyResult, spec_verify
 
 __all__ = [
+    "QuantizedWeight",
     "SampleResult",
     "VerifyResult",
     "add_rms_norm",
@@ -44,13 +55,19 @@ __all__ = [
     "dequantize_mxfp4",
     "dequantize_nvfp4",
     "exponential_",
+    "from_compressed_tensors",
+    "from_fp8",
+    "from_modelopt",
+    "from_mxfp4",
     "gated_activation",
     "gated_delta_rule",
     "gelu_and_mul",
     "layer_norm",
     "linear",
+    "linear_quantized",
     "markov_draft",
     "moe_experts",
+    "moe_experts_quantized",
     "moe_topk",
     "ngram_propose",
     "normal_",
@@ -69,5 +86,6 @@ __all__ = [
     "token_bits",
     "token_logprobs",
     "uniform_",
+    "unswizzle_scales",
     "write_kv",
 ]
