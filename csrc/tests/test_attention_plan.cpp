@@ -250,5 +250,42 @@ TEST(AttentionPlan, BadLengthsStayWithinTheRoom) {
   for (int i = 0; i < plan.words[kPlanWide]; ++i) inside(plan.wide()[i]);
 }
 
+// Dense sequences that begin behind padding, or before what is stored: positions and numbers of keys count from there,
+// every token of every head is planned, over the tiles that it sees.
+TEST(AttentionPlan, DenseSequencesWithBoundsOfTheirKeys) {
+  const std::vector<int32_t> begin{0, 650, -2000}, end{700, 690, 700};
+  for (const int queries : {1, 40, 300}) {
+    for (const int window : {0, 300}) {
+      Plan plan;
+      plan.input = options(4, 2);
+      plan.input.sequences = 3;
+      plan.input.queries = queries;
+      plan.input.keys = 700;
+      plan.input.query_offset = 700 - queries;
+      plan.input.window = window;
+      plan.input.key_begin = {begin.data(), false};
+      plan.input.key_end = {end.data(), false};
+      make(plan);
+      std::map<std::tuple<int, int, int>, std::set<int>> planned;  // sequence, head, token: tiles
+      const auto see = [&](const AttentionItem& item) {
+        if (item.sequence < 0) return;
+        const int first = begin[item.sequence];
+        EXPECT_EQ(item.keys, end[item.sequence] - first);
+        EXPECT_EQ(item.position, plan.input.query_offset + item.token - first);
+        const auto [low, high] = tiles_of(plan.input, item.position, item.tokens, item.keys);
+        EXPECT_GE(item.tile_begin, low);
+        EXPECT_LE(item.tile_end, high);
+        for (int i = 0; i < item.tokens; ++i) {
+          auto& tiles = planned[{item.sequence, item.head, item.token + i}];
+          for (int tile = item.tile_begin; tile < item.tile_end; ++tile) EXPECT_TRUE(tiles.insert(tile).second);
+        }
+      };
+      for (int i = 0; i < plan.words[kPlanAll]; ++i) see(plan.items()[i]);
+      for (int i = 0; i < plan.words[kPlanWide]; ++i) see(plan.wide()[i]);
+      EXPECT_EQ(planned.size(), static_cast<size_t>(3 * 2 * queries));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace quartz::kernels

@@ -98,8 +98,8 @@ _MOVES = frozenset(
 # Computed element by element, and not marked as such by PyTorch.
 _POINTWISE = frozenset(f"aten::{name}" for name in ["floor_divide", "floor_divide_"])
 
-# Pointwise, but the native CPU kernel computes the last elements of a range in another way than the others, so that bits
-# depend on the place (docs/ops/pointwise.md). `pow` with a fractional exponent does too, and is not told from squares.
+# Pointwise, but the native CPU kernel computes the last elements of a range in another way than the others: the bits
+# depend on the place (docs/ops/pointwise.md). So do those of `pow` with a fractional exponent, not told from squares.
 _BY_PLACE = frozenset(
     f"aten::{name}"
     for name in [

@@ -23,7 +23,9 @@ def forward(model, **inputs):
         return model(use_cache=False, **inputs)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "deepseek_v4", "gpt2"]
+)
 def test_by_name(name):
     """Selected when the model is made, or later: the operator runs, and gives what the default gives."""
     model = build(name).to("quartz")

@@ -44,6 +44,8 @@ _FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 # "eager" as Transformers chose it, told from the program's own by identity: configurations copy it, pickles lose it,
 # and everything that compares strings sees "eager".
 BY_DEFAULT = str(b"eager", "ascii")
+# "quartz" for a model that works with its masks itself, and expects the additive ones of "eager".
+_ADDITIVE = str(b"quartz", "ascii")
 # What an attention function may be given without a change of what it computes.
 _WITHOUT_EFFECT = frozenset(
     [
@@ -86,7 +88,13 @@ def _patch_masks(module: ModuleType) -> None:
     _restore(mapping)
     for name in ("sdpa", "eager"):
         mapping[name] = describing(mapping[name], module)
-    mapping["quartz"] = mapping["sdpa"]
+    sdpa_mask, eager_mask = mapping["sdpa"], mapping["eager"]
+
+    def quartz_mask(*arguments: Any, **options: Any) -> Tensor | None:
+        additive = getattr(options.get("config"), "_attn_implementation", None) is _ADDITIVE
+        return (eager_mask if additive else sdpa_mask)(*arguments, **options)
+
+    mapping["quartz"] = quartz_mask
 
 
 def _patch_interface(module: ModuleType) -> None:
@@ -138,7 +146,11 @@ def _patch_interface(module: ModuleType) -> None:
             self: Any, requested_attention: str | None, *rest: Any, **named: Any
         ) -> str:
             chosen = original(self, requested_attention, *rest, **named)
-            return BY_DEFAULT if requested_attention is None and chosen == "eager" else chosen
+            if requested_attention is None and chosen == "eager":
+                return BY_DEFAULT
+            if chosen == "quartz":
+                return "quartz" if self._supports_sdpa or self._supports_flash_attn else _ADDITIVE
+            return chosen
 
         return get_correct_attn_implementation
 
@@ -271,8 +283,9 @@ def _forward(
     if needs_own and not own:
         raise NotImplementedError(
             "quartz attention: a soft cap and sinks are computed without dropout, without a position bias and for "
-            f"float32, float16 or bfloat16, got dropout {dropout}, {'a' if position_bias is not None else 'no'} position "
-            f"bias and {query.dtype}, {key.dtype} and {value.dtype}; use attn_implementation='eager' for this"
+            f"float32, float16 or bfloat16, got dropout {dropout}, "
+            f"{'a' if position_bias is not None else 'no'} position bias and {query.dtype}, {key.dtype} and "
+            f"{value.dtype}; use attn_implementation='eager' for this"
         )
     # Training without a soft cap and sinks: the same kernel, with PyTorch's fused backward pass.
     visible = visible_of(attention_mask)
