@@ -286,7 +286,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           decoder.decode(at.expert, at.panel, step, round, slot, tile);
           slot = slot + 1 == Tile::kDepth ? 0 : slot + 1;
         }
-        fence_shared_writes();
         __syncwarp();
         if ((threadIdx.x & 31) == 0) barrier_arrive(ring.full_barrier());
       }
@@ -303,6 +302,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     int previous = 0;
     for (int step = 0; step < steps; ++step, ring.next()) {
       barrier_wait(ring.full_barrier(), ring.parity);
+      // The decoded tile was written by ordinary stores. The fence stands here and not behind those: there it would wait
+      // for the copies that the decoding threads have in flight.
+      fence_shared_writes();
       const uint32_t x = base + ring.stage * Tile::kStageBytes, w = x + kBlocks * Tile::kXBytes;
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) {
