@@ -9,6 +9,8 @@ namespace {
 
 // Rows of partial results that a call may use at most (128 MB at head size 128); beyond, units stay whole.
 constexpr int64_t kMostPartialRows = 262144;
+// Units of so many keys are not cut where there is one for each processor.
+constexpr int kShortKeys = 1024;
 
 struct OneThread {
   int rank() const { return 0; }
@@ -42,7 +44,7 @@ int attention_group(int64_t query_heads, int64_t key_heads) {
 
 AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   const bool ragged = input.query_starts.data != nullptr;
-  const int64_t step = 64 / input.group, wide_step = 2 * step, sequences = input.sequences, heads = input.heads;
+  const int64_t step = 64 / input.group, wide_step = 2 * step, pair_step = 2 * wide_step, sequences = input.sequences, heads = input.heads;
   const int64_t rows = ragged ? input.queries : sequences * input.queries;
   // The most queries of one sequence. As many rows as sequences is decoding; should a sequence have more rows than its
   // share after all, it has more units.
@@ -57,8 +59,8 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   const int64_t large = ragged ? rows - sequences : rows;
   if (input.wide_allowed && blocks(large, wide_step) * heads >= 2 * input.processors) input.wide_always = true;
   room.wide = static_cast<int32_t>(!input.wide_allowed ? 0
-                                   : ragged            ? (rows / wide_step + sequences + 1) * heads
-                                                       : sequences * blocks(input.queries, wide_step) * heads);
+                                   : ragged            ? (rows / pair_step + sequences + 1) * heads
+                                                       : sequences * blocks(input.queries, pair_step) * heads);
   // Of n rows in m sequences, blocks of s tokens: at most (n + m (s - 1)) / s. Where everything of more than one block
   // is wide, a sequence has one split block at most.
   const int64_t s = room.split_tokens, most_blocks = (rows + std::min(sequences, rows) * (s - 1)) / s;
@@ -73,7 +75,9 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
     const int64_t chunks = AttentionChunks::of(static_cast<int>((int64_t{input.keys} + 127) / 128)) + 1;
     room.slot_rows = room.split_tokens * input.group;
     room.items = 2 * input.processors + 3 * room.split_units + 2048;
-    room.folds = chunks > 1 ? std::min(room.split_units, 3 * input.processors) : 0;  // one chunk is never cut
+    // One chunk is never cut. Nor are short units, if they are enough for all processors: folding would cost more.
+    const bool whole = chunks == 1 || (input.keys <= kShortKeys && sequences * heads >= input.processors);
+    room.folds = whole ? 0 : std::min(room.split_units, 3 * input.processors);
     room.most_slots = static_cast<int32_t>(chunks + 1);
     room.slots = static_cast<int32_t>(std::min<int64_t>(room.folds * (chunks + 1), kMostPartialRows / room.slot_rows));
   }

@@ -3,8 +3,8 @@
 // chunks only, which are part of the numerics (cuda/attention_numerics.cuh).
 //
 // A unit is one key-value head of one sequence with a block of consecutive query tokens; its rows are tokens x query
-// heads. Sequences of many rows go to the wide kernel (128 rows a unit), which takes each unit whole, longest first.
-// The others go to the split kernel (64 rows a unit). There a unit may be cut: its first item folds a prefix of its
+// heads. Sequences of many rows go to the wide kernel (128 rows a unit), which takes each unit whole, longest first,
+// and two neighbouring units at a time. The others go to the split kernel (64 rows a unit). There a unit may be cut: its first item folds a prefix of its
 // chunks, each other chunk is written out, and a second small kernel folds them in order.
 //
 // The plan is made where the lengths are: by one block of threads on the GPU, so that nothing waits for the host and a
@@ -47,10 +47,12 @@ struct alignas(32) AttentionItem {
   int32_t token;     // row of the unit's first query
   int32_t position;  // key position of that query
   int32_t keys, tile_begin, tile_end;
-  int32_t slot;  // of the first partial result that it writes
+  // Of the first partial result that it writes. Wide: tiles before and, times 65536, behind its own that the other item
+  // of the pair has.
+  int32_t slot;
 };
 
-// Slots [slot, slot + slots) hold a unit's folded prefix and then its other chunks in order.
+// Slots [slot, slot + slots) hold a unit's folded prefix and then its other chunks in order. No slots: nothing to fold.
 struct alignas(32) AttentionFold {
   int32_t sequence, head, token, tokens, slot, slots, unused[2];
 };
@@ -73,7 +75,7 @@ struct AttentionPlanInput {
 
 // Room for a plan, known without the lengths: bounds from the numbers of sequences and rows.
 struct AttentionPlanRoom {
-  int32_t split_units, items, wide, folds, slots;
+  int32_t split_units, items, wide, folds, slots;  // wide: pairs of units
   int32_t split_tokens;  // most tokens of a split unit
   int32_t slot_rows;     // rows of a partial result
   int32_t most_slots;    // of one fold
@@ -84,10 +86,10 @@ struct AttentionPlanRoom {
   QUARTZ_HD int64_t offsets_at() const { return 16; }
   QUARTZ_HD int64_t items_at() const { return 16 + (processors + 1 + 7) / 8 * 8; }
   QUARTZ_HD int64_t wide_at() const { return items_at() + int64_t{8} * items; }
-  QUARTZ_HD int64_t folds_at() const { return wide_at() + int64_t{8} * wide; }
+  QUARTZ_HD int64_t folds_at() const { return wide_at() + int64_t{16} * wide; }
   QUARTZ_HD int64_t scratch_at() const { return folds_at() + int64_t{8} * folds; }
   QUARTZ_HD int64_t scratch() const {
-    return 8 + int64_t{5} * (sequences + 2) + int64_t{13} * (split_units + 2) + wide;
+    return 8 + int64_t{8} * (sequences + 2) + int64_t{12} * (split_units + 2) + wide;
   }
   QUARTZ_HD int64_t words() const { return scratch_at() + scratch(); }
 };

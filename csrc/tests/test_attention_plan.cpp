@@ -101,12 +101,31 @@ void check(const Plan& plan, const Lengths& lengths, int more_rows = 0) {
     units[{item.sequence, item.head, item.token, false}].push_back(item);
   }
   for (int i = 0; i < wide; ++i) {
-    const AttentionItem& item = plan.wide()[i];
-    units[{item.sequence, item.head, item.token, true}].push_back(item);
+    const AttentionItem &lower = plan.wide()[2 * i], &upper = plan.wide()[2 * i + 1];
+    units[{lower.sequence, lower.head, lower.token, true}].push_back(lower);
+    if (upper.tokens > 0) units[{upper.sequence, upper.head, upper.token, true}].push_back(upper);
+    // Neighbours, which bring the same tiles.
+    const int step = 2 * (64 / plan.input.group);
+    EXPECT_EQ(lower.sequence, upper.sequence);
+    EXPECT_EQ(lower.head, upper.head);
+    EXPECT_EQ(lower.token + step, upper.token);
+    EXPECT_EQ(lower.position + step, upper.position);
+    EXPECT_EQ(lower.keys, upper.keys);
+    EXPECT_TRUE(upper.tokens == 0 || lower.tokens == step);
+    const auto loads = [](const AttentionItem& item) {
+      return std::pair{item.tile_begin - (item.slot & 0xffff), item.tile_end + (item.slot >> 16)};
+    };
+    EXPECT_EQ(loads(lower), loads(upper));
+    EXPECT_EQ(loads(lower).first, std::min(lower.tile_begin, upper.tile_begin));
+    EXPECT_EQ(loads(lower).second, std::max(lower.tile_end, upper.tile_end));
   }
   std::map<Key, AttentionFold> fold_of;
   for (int i = 0; i < folds; ++i) {
     const AttentionFold& fold = plan.folds()[i];
+    if (fold.slots == 0) {
+      EXPECT_EQ(fold.tokens, 0);
+      continue;
+    }
     ASSERT_TRUE(fold_of.insert({{fold.sequence, fold.head, fold.token, false}, fold}).second);
   }
 
@@ -181,7 +200,7 @@ TEST(AttentionGroup, FitsIntoAWarpgroup) {
 }
 
 TEST(AttentionPlan, DecodingOfEqualSequences) {
-  for (const auto& [sequences, keys] : {std::pair{1, 1024}, {1, 131072}, {8, 8192}, {64, 8192}, {256, 2048}}) {
+  for (const auto& [sequences, keys] : {std::pair{1, 1024}, {1, 8192}, {1, 131072}, {8, 8192}, {64, 1024}, {64, 8192}, {256, 2048}}) {
     Lengths lengths;
     for (int i = 0; i < sequences; ++i) lengths.add(1, keys);
     check(ragged_plan(options(8, 4), lengths), lengths);
@@ -200,10 +219,42 @@ TEST(AttentionPlan, SharesTheWorkEvenly) {
   }
 }
 
+TEST(AttentionPlan, FewSequencesFillTheGpu) {
+  for (const auto& [sequences, keys, most] : {std::tuple{1, 1024, 2}, {1, 8192, 4}, {1, 131072, 40}, {8, 8192, 16}}) {
+    Lengths lengths;
+    for (int i = 0; i < sequences; ++i) lengths.add(1, keys);
+    const Plan plan = ragged_plan(options(8, 4), lengths);
+    EXPECT_EQ(plan.words[kPlanAll], plan.input.processors);  // nothing to be taken from a pool
+    for (int i = 0; i < plan.input.processors; ++i) {
+      const AttentionItem& item = plan.items()[i];
+      if (item.sequence >= 0) EXPECT_LE(item.tile_end - item.tile_begin, most);
+    }
+  }
+}
+
+TEST(AttentionPlan, OneLongAmongShortIsShared) {
+  Lengths lengths;
+  for (int i = 0; i < 24; ++i) lengths.add(1, 100);
+  lengths.add(1, 131072);
+  const Plan plan = ragged_plan(options(8, 4), lengths);
+  check(plan, lengths);
+  for (int i = 0; i < plan.input.processors; ++i) EXPECT_GE(plan.items()[i].sequence, 0);
+}
+
+TEST(AttentionPlan, ManyShortUnitsStayWhole) {
+  for (const int sequences : {33, 64, 66, 99, 100, 200}) {
+    Lengths lengths;
+    for (int i = 0; i < sequences; ++i) lengths.add(1, 1 + i * 37 % 1024);
+    const Plan plan = ragged_plan(options(8, 4), lengths, 0, 1024);
+    EXPECT_EQ(plan.room.folds, 0);
+    check(plan, lengths);
+  }
+}
+
 TEST(AttentionPlan, AnyLengths) {
   std::mt19937 random(1);
   const auto upto = [&](int n) { return static_cast<int>(random() % (n + 1)); };
-  for (int repeat = 0; repeat < 60; ++repeat) {
+  for (int repeat = 0; repeat < 100; ++repeat) {
     const int groups[] = {1, 2, 3, 5, 7, 8, 12, 16};
     AttentionPlanInput input = options(groups[upto(7)], 1 + upto(3));
     input.causal = upto(4) > 0;
@@ -247,7 +298,9 @@ TEST(AttentionPlan, BadLengthsStayWithinTheRoom) {
   ASSERT_LE(plan.words[kPlanAll], plan.room.items);
   ASSERT_LE(plan.words[kPlanWide], plan.room.wide);
   for (int i = 0; i < plan.words[kPlanAll]; ++i) inside(plan.items()[i]);
-  for (int i = 0; i < plan.words[kPlanWide]; ++i) inside(plan.wide()[i]);
+  for (int i = 0; i < 2 * plan.words[kPlanWide]; ++i) {
+    if (plan.wide()[i].tokens > 0) inside(plan.wide()[i]);
+  }
 }
 
 }  // namespace

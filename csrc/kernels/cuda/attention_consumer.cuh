@@ -30,7 +30,9 @@ struct Consumer {
   uint32_t shared;
   int warpgroup, warp, lane, thread;  // warp, thread: within the warpgroup
   LaneRows rows;
-  float4* fold;  // this lane's share of the folded chunks, 32 apart
+  // This lane's share of the folded chunks: in registers, then in shared and global memory, 32 apart.
+  float4 fold_kept[L::kFoldKept > 0 ? L::kFoldKept : 1];
+  float4 *fold_shared, *fold_global;
   float s[64], o[D / 2];
   uint32_t probabilities[32];
   RowState state[2], total[2];
@@ -45,12 +47,18 @@ struct Consumer {
       const int row = first_row() + 8 * r;
       rows.set(r, row < tokens * group ? warpgroup * tokens + row / group : 255, row % group);
     }
-    if constexpr (L::kFoldShared) {
-      fold = reinterpret_cast<float4*>(shared_memory + L::kFold + (warpgroup * 4 + warp) * 16 * D * 4) + lane;
-    } else {
-      fold = reinterpret_cast<float4*>(p.scratch) +
-             ((static_cast<int64_t>(blockIdx.x) * L::kGroups + warpgroup) * 4 + warp) * 4 * D + lane;
+    fold_shared =
+        reinterpret_cast<float4*>(shared_memory + L::kFold + (warpgroup * 4 + warp) * 512 * L::kFoldShared) + lane;
+    if constexpr (L::kFoldGlobal > 0) {
+      fold_global = reinterpret_cast<float4*>(p.scratch) +
+                    ((static_cast<int64_t>(blockIdx.x) * L::kGroups + warpgroup) * 4 + warp) * 32 * L::kFoldGlobal +
+                    lane;
     }
+  }
+  QUARTZ_DEVICE float4& folded(int j) {  // j is a constant
+    if (j < L::kFoldKept) return fold_kept[j];
+    if (j < L::kFoldKept + L::kFoldShared) return fold_shared[(j - L::kFoldKept) * 32];
+    return fold_global[(j - L::kFoldKept - L::kFoldShared) * 32];
   }
 
   // Keys [low, high) of the two rows; those outside get minus infinity.
@@ -178,14 +186,14 @@ struct Consumer {
       total[1] = chunk[1];
       if (keep) return;
 #pragma unroll
-      for (int j = 0; j < D / 8; ++j) fold[j * 32] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
+      for (int j = 0; j < D / 8; ++j) folded(j) = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
       return;
     }
     const FoldFactors low = fold_row(total[0], chunk[0].m, chunk[0].l, p.c);
     const FoldFactors high = fold_row(total[1], chunk[1].m, chunk[1].l, p.c);
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) {
-      float4 x = fold[j * 32];
+      float4 x = folded(j);
       x.x = fold_value(x.x, o[4 * j], low);
       x.y = fold_value(x.y, o[4 * j + 1], low);
       x.z = fold_value(x.z, o[4 * j + 2], high);
@@ -196,7 +204,7 @@ struct Consumer {
         o[4 * j + 2] = x.z;
         o[4 * j + 3] = x.w;
       } else {
-        fold[j * 32] = x;
+        folded(j) = x;
       }
     }
   }
@@ -273,9 +281,27 @@ struct Consumer {
     if (alternate && warpgroup == 1) arrive_named_barrier(1, 256);
     const uint32_t key0 = row_descriptor(shared + L::kKeys), value0 = value_descriptor(shared + L::kValues);
     constexpr uint32_t kStep = L::kStageBytes >> 4;
+    const auto release_queries = [&] {
+      if (lane == 0) barrier_arrive(queries.empty_barrier());
+      queries.next();
+    };
+    // Tells the producers of the cluster, since each of them writes into this block.
     const auto release = [&](auto& ring) {
-      if (lane == 0) barrier_arrive(ring.empty_barrier());
+      if constexpr (L::kBlocks == 1) {
+        if (lane == 0) barrier_arrive(ring.empty_barrier());
+      } else {
+        if (lane < L::kBlocks) barrier_arrive_at(ring.empty_barrier(), lane);
+      }
       ring.next();
+    };
+    // Tiles that only the other block of the cluster needs.
+    const auto skip = [&](int count) {
+      for (int i = 0; i < count; ++i) {
+        keys.wait_full();
+        release(keys);
+        value_ring.wait_full();
+        release(value_ring);
+      }
     };
     for (;;) {
       queries.wait_full();
@@ -293,7 +319,7 @@ struct Consumer {
       }
       const int flags = __shfl_sync(~0u, static_cast<int>(item.flags), 0);
       const bool begins = flags & AttentionItem::kBegins, ends = flags & AttentionItem::kEnds;
-      int next_chunk = AttentionChunks::of(tile_begin) + 1, folded = 0, slot = item.slot, accumulate = 0;
+      int next_chunk = AttentionChunks::of(tile_begin) + 1, chunks = 0, slot = item.slot, accumulate = 0;
       int boundary = AttentionChunks::begin(next_chunk);
       const uint32_t query = row_descriptor(shared + queries.stage * L::kQueryBytes + warpgroup * (64 * D * 2));
       state[0].reset();
@@ -301,6 +327,7 @@ struct Consumer {
       total[0].reset();
       total[1].reset();
 
+      if constexpr (L::kBlocks > 1) skip(slot & 0xffff);
       const auto make_probabilities = [&](int tile) {
         if constexpr (kFull) modify(item, tile * kTile, high);
         limit(tile * kTile, low, high);
@@ -311,7 +338,7 @@ struct Consumer {
         chunk[0].l = sum_of_lanes(chunk[0].l);
         chunk[1].l = sum_of_lanes(chunk[1].l);
         if (begins) {
-          fold_chunk(chunk, folded++ == 0, false);
+          fold_chunk(chunk, chunks++ == 0, false);
         } else if constexpr (kSplitKind) {
           write_partial(item, slot++, chunk);
         }
@@ -365,7 +392,7 @@ struct Consumer {
             rescale();
           }
         }
-        release(queries);
+        release_queries();
         values_of(tile_end - 1, true);
         products_wait<0>();
         pin(o);
@@ -381,12 +408,7 @@ struct Consumer {
           pin(s);
           if (alternate) arrive_named_barrier(2 - warpgroup, 256);
           release(keys);
-          if (tile == tile_end - 1) release(queries);
-          if (tile == boundary) {
-            finish_chunk(state);
-            state[0].reset();
-            state[1].reset();
-          }
+          if (tile == tile_end - 1) release_queries();
           make_probabilities(tile);
           if (accumulate) rescale();
           round_probabilities();
@@ -395,12 +417,18 @@ struct Consumer {
           pin(o);
           release(value_ring);
           accumulate = 1;
+          if (tile + 1 == boundary && tile + 1 < tile_end) {  // here the registers of the scores are free
+            finish_chunk(state);
+            state[0].reset();
+            state[1].reset();
+          }
         }
       }
 
+      if constexpr (L::kBlocks > 1) skip(slot >> 16);
       state[0].l = sum_of_lanes(state[0].l);
       state[1].l = sum_of_lanes(state[1].l);
-      fold_chunk(state, folded == 0, true);
+      fold_chunk(state, chunks == 0, true);
       if (kSplitKind && !(begins && ends)) {
         write_partial(item, slot, total);
       } else {

@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -13,12 +14,11 @@
 
 namespace quartz::kernels::cuda::attention_kernels {
 
-// Keys or values in memory, for the copies by rows.
-struct Rows {
-  const void* data;
-  int64_t block, row, head;  // strides in elements
-  int size;
-};
+#ifndef QUARTZ_CLUSTER
+#define QUARTZ_CLUSTER (d > 0 ? 2 : 2)
+#endif
+// Blocks of the wide kernel that share what they bring, by head size.
+constexpr int wide_blocks(int d) { return QUARTZ_CLUSTER; }
 
 struct Params {
   const int32_t* plan;  // its words
@@ -41,11 +41,9 @@ struct Params {
   int64_t mask_batch, mask_head, mask_query, mask_key;
   MaskKind mask_kind;
   int slot_rows, group, heads_per_key, value_size, batched;
-  int query_box;       // rows of queries that one copy brings
-  int page_rows_log2;  // slots of a page within a tile
-  int tiles_per_page_log2;
-  int odd_page;       // slots of a page of a size that the copy engine's boxes do not fit, else 0
-  Rows keys, values;  // only then
+  int query_box;      // rows of queries that one copy brings
+  int box_rows_log2;  // keys that one copy brings
+  int block_size;     // slots of a page; dense: 0
   int window;         // 0: none
   int causal, keep_keys, alternate;
   float c, c_inverse, cap, cap_c1;  // c_inverse: log2(e) / c

@@ -36,9 +36,14 @@ class Block {
     }
     if (lane == 31) warp_sums_[warp] = inclusive;
     __syncthreads();
-    int32_t sum = inclusive - own;
+    int32_t before = lane < kWarps ? warp_sums_[lane] : 0;
 #pragma unroll 1
-    for (int w = 0; w < warp; ++w) sum += warp_sums_[w];
+    for (int step = 1; step < kWarps; step *= 2) {
+      const int32_t other = __shfl_up_sync(~0u, before, step);
+      if (lane >= step) before += other;
+    }
+    before = __shfl_sync(~0u, before, warp - 1);  // of warp 0: not used
+    int32_t sum = inclusive - own + (warp > 0 ? before : 0);
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
       const int32_t count = counts[i];

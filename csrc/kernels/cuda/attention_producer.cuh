@@ -5,6 +5,16 @@
 
 namespace quartz::kernels::cuda::attention_kernels {
 
+// Tiles that the blocks of a cluster bring: those of the item, and the few that only the other block's item has. The
+// plan puts their numbers into the slot, which items that are never cut do not need.
+struct TileRange {
+  int begin, end;
+};
+QUARTZ_DEVICE TileRange loaded_tiles(const AttentionItem& item, bool pair) {
+  if (!pair) return {item.tile_begin, item.tile_end};
+  return {item.tile_begin - (item.slot & 0xffff), item.tile_end + (item.slot >> 16)};
+}
+
 template <int D, bool SPLIT, bool FULL>
 struct Producer {
   using L = Layout<D, SPLIT>;
@@ -15,93 +25,100 @@ struct Producer {
   int lane;
   uint64_t policy;
   int tokens_per_group;
+  int rank;  // in the cluster
 
-  // The page of this lane's slots of a tile (lane < pages of a tile), 0 where nothing is to be read.
-  QUARTZ_DEVICE int page_of(const AttentionItem& item, int tile) const {
-    if (p.block_table.data == nullptr || (FULL && SPLIT && p.odd_page > 0)) return item.sequence;
-    const int pages_log2 = 7 - p.page_rows_log2;
-    const int key = tile * kTile + (lane << p.page_rows_log2);
-    const int low = FULL ? first_key(item, p) : 0;
-    if (lane >= (1 << pages_log2) || tile >= item.tile_end || key >= item.keys ||
-        (FULL && key + (1 << p.page_rows_log2) <= low)) {
+  // A tile comes in boxes of 2^box_rows_log2 keys, which lie in one page; each block of a cluster brings its share.
+  QUARTZ_DEVICE int boxes_log2() const { return 7 - p.box_rows_log2 - (L::kBlocks - 1); }
+  QUARTZ_DEVICE bool pages_fit_lanes() const { return boxes_log2() <= 5; }
+  QUARTZ_DEVICE int first_key_of(const AttentionItem& item) const {
+    if (!FULL || p.window == 0) return 0;
+    return max(0, item.position - rank * L::kGroups * tokens_per_group + 1 - p.window);
+  }
+
+  QUARTZ_DEVICE int page_of_key(const AttentionItem& item, int key) const {
+    return static_cast<int>(
+        p.block_table[item.sequence * p.table_stride + static_cast<uint32_t>(key) / static_cast<uint32_t>(p.block_size)]);
+  }
+  // The page of this lane's box of a tile, 0 where nothing is to be read.
+  QUARTZ_DEVICE int page_of(const AttentionItem& item, int tile, int tile_end) const {
+    if (p.block_size == 0) return item.sequence;
+    const int boxes = 1 << boxes_log2();
+    const int key = tile * kTile + ((rank * boxes + lane) << p.box_rows_log2);
+    if (lane >= boxes || tile >= tile_end || key >= item.keys ||
+        (FULL && key + (1 << p.box_rows_log2) <= first_key_of(item)) || !pages_fit_lanes()) {
       return 0;
     }
-    const int64_t index = ((tile << pages_log2) + lane) >> p.tiles_per_page_log2;
-    return static_cast<int>(p.block_table[item.sequence * p.table_stride + index]);
+    return page_of_key(item, key);
   }
 
   QUARTZ_DEVICE void load(const CUtensorMap& map, const AttentionItem& item, int tile, int page, int begin,
                           uint32_t target, uint32_t barrier) const {
-    const int rows_log2 = p.page_rows_log2, pages_log2 = 7 - rows_log2;
-    const int pages = 1 << pages_log2, rows = 1 << rows_log2;
-    const int low = FULL ? first_key(item, p) : 0;
-    const int used = min(pages, (item.keys - tile * kTile + rows - 1) >> rows_log2);
-    const int skipped = FULL ? min(max(low - tile * kTile, 0) >> rows_log2, used) : 0;
+    const int rows_log2 = p.box_rows_log2, rows = 1 << rows_log2, boxes_log2 = this->boxes_log2();
+    const int boxes = 1 << boxes_log2, first = rank * boxes, key0 = tile * kTile;
+    const int used = min(kTile >> rows_log2, (item.keys - key0 + rows - 1) >> rows_log2);
+    const int skipped = FULL ? min(max(first_key_of(item) - key0, 0) >> rows_log2, used) : 0;
     if (lane == 0) barrier_expect(barrier, (used - skipped) * rows * 128 * L::kColumns);
-    const int j = lane & (pages - 1), column = lane >> pages_log2;
-    const int mine = __shfl_sync(~0u, page, j);
-    if (column < L::kColumns && j >= skipped && j < used) {
+    for (int turn = 0; turn < boxes * L::kColumns; turn += 32) {  // the same number for all lanes
+      const int i = turn + lane, j = i & (boxes - 1), box = first + j, column = i >> boxes_log2;
+      const int key = key0 + (box << rows_log2);
+      int from = __shfl_sync(~0u, page, j & 31);
+      if (column >= L::kColumns || box < skipped || box >= used) continue;
+      if (p.block_size > 0 && !pages_fit_lanes()) from = page_of_key(item, key);
       const int slot =
-          p.block_table.data == nullptr ? begin + tile * kTile : (tile & ((1 << p.tiles_per_page_log2) - 1)) * kTile;
-      const uint32_t to = target + column * L::kBoxBytes + j * rows * 128;
-      if (SPLIT && !p.keep_keys) {
-        copy_4d(to, map, column * 64, slot, item.head / p.heads_per_key, mine, barrier, policy);
+          p.block_size == 0 ? begin + key : static_cast<uint32_t>(key) % static_cast<uint32_t>(p.block_size);
+      const uint32_t to = target + column * L::kBoxBytes + box * rows * 128;
+      const int head = item.head / p.heads_per_key;
+      if constexpr (L::kBlocks > 1) {
+        copy_box_to_both(to, map, column * 64, slot, head, from, barrier);
+      } else if (SPLIT && !p.keep_keys) {
+        copy_4d(to, map, column * 64, slot, head, from, barrier, policy);
       } else {
-        copy_box(to, map, column * 64, slot, item.head / p.heads_per_key, mine, barrier);
+        copy_box(to, map, column * 64, slot, head, from, barrier);
       }
     }
   }
 
-  // For pages of any size: the warp copies row by row, 16 bytes a lane, into the places that the copy engine would
-  // choose. Slow, since it waits for each tile. Only the split kernel has the registers for it.
-  QUARTZ_DEVICE void load_rows(const Rows& from, const AttentionItem& item, int tile, uint32_t target,
-                               uint32_t barrier) const {
-    const int low = max(first_key(item, p) - tile * kTile, 0), high = min(kTile, item.keys - tile * kTile);
-    const int row_bytes = from.size * 2;
-    for (int row = low; row < high; ++row) {
-      const int key = tile * kTile + row;
-      const int64_t page = p.block_table[item.sequence * p.table_stride + key / p.odd_page];
-      const char* source =
-          static_cast<const char*>(from.data) +
-          (page * from.block + key % p.odd_page * from.row + item.head / p.heads_per_key * from.head) * 2;
-      for (int at = lane * 16; at < L::kColumns * 128; at += 32 * 16) {
-        const uint32_t to = target + at / 128 * L::kBoxBytes + row * 128 + ((at % 128) ^ (row % 8 * 16));
-        const int bytes = at < row_bytes ? 16 : 0;  // zeros behind the end
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source + (bytes > 0 ? at : 0)),
-                     "r"(bytes)
-                     : "memory");
-      }
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    fence_shared_writes();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-  }
-
-  QUARTZ_DEVICE void load_tile(const CUtensorMap& map, const Rows& from, const AttentionItem& item, int tile, int page,
-                               int begin, uint32_t target, uint32_t barrier) const {
-    if (FULL && SPLIT && p.odd_page > 0) {
-      load_rows(from, item, tile, target, barrier);
+  // The next of the items that go to whoever is free: the first block of a cluster takes it and tells the other.
+  uint32_t mail_phase = 0;
+  QUARTZ_DEVICE int share_claim(int x) {
+    if constexpr (L::kBlocks == 1) return x;
+    const uint32_t full = shared + L::kMail, empty = full + 8, word = full + 16;
+    if (rank == 0) {
+      barrier_wait(empty, mail_phase ^ 1);
+      if (lane == 0) send_word(word, x, full, 1);
     } else {
-      load(map, item, tile, page, begin, target, barrier);
+      if (lane == 0) barrier_expect(full, 4);
+      __syncwarp();
+      barrier_wait(full, mail_phase);
+      x = static_cast<int>(load_shared<uint32_t>(word));
+      __syncwarp();
+      if (lane == 0) barrier_arrive_at(empty, 0);
     }
+    mail_phase ^= 1;
+    return x;
   }
 
   __device__ void run(uint32_t key_barriers, uint32_t value_barriers, uint32_t query_barriers) {
     Buffers<L::kStages> keys(key_barriers, 1), values(value_barriers, 1);
     Buffers<L::kQueryBuffers> queries(query_barriers, 1);
-    const int grid = gridDim.x, block = blockIdx.x;
-    const int total = p.plan[SPLIT ? kPlanAll : kPlanWide];
+    const int grid = gridDim.x / L::kBlocks, block = blockIdx.x / L::kBlocks;
+    AttentionItem item;
+    // Of the split kernel the first item is read along with the header: the plan has one for each block.
+    if (SPLIT) item = p.items[block];
+    const int total = SPLIT ? p.plan[kPlanAll] : p.plan[kPlanWide] * (2 / L::kBlocks);
     const int statics = SPLIT ? p.plan[kPlanStatic] : grid;
     int own = SPLIT ? p.offsets[block] : 0, own_end = SPLIT ? p.offsets[block + 1] : 0;
     const bool shared_work = total > statics;  // some items go to whoever is free
     int x = total, item_stage = 0;
     bool first = true;
-    AttentionItem item;
-    item.sequence = -1;
-    if (block < total) item = p.items[block];
+    if (block >= total) {
+      item.sequence = -1;
+      own_end = own;
+    } else if (!SPLIT) {
+      item = p.items[block * L::kBlocks + rank];
+    }
     const auto claim = [&] {
-      if (shared_work && lane == 0) x = statics + atomicAdd(p.counters, 1);
+      if (shared_work && rank == 0 && lane == 0) x = statics + atomicAdd(p.counters, 1);
     };
     // What comes before reads nothing but the plan and the block table.
     const auto begin = [&] {
@@ -121,9 +138,10 @@ struct Producer {
         begin();
         if (!SPLIT) claim();
         x = __shfl_sync(~0u, x, 0);
+        if (shared_work) x = share_claim(x);
         more = x < total;
         if (more) {
-          item = p.items[x];
+          item = p.items[x * L::kBlocks + rank];
           if (SPLIT) claim();
         }
       }
@@ -136,23 +154,23 @@ struct Producer {
         if (lane == 0) barrier_arrive(queries.full_barrier());
         break;
       }
-      int page = page_of(item, item.tile_begin), previous = 0;
+      const TileRange tiles = loaded_tiles(item, L::kBlocks > 1);
+      int page = page_of(item, tiles.begin, tiles.end), previous = 0;
       const int slot = p.key_begin != nullptr ? p.key_begin[item.sequence] : 0;
       begin();
       load_queries(item, queries);
       queries.next();
-      for (int tile = item.tile_begin; tile <= item.tile_end; ++tile) {
-        const int following = page_of(item, tile + 1);
-        if (tile < item.tile_end) {
+      for (int tile = tiles.begin; tile <= tiles.end; ++tile) {
+        const int following = page_of(item, tile + 1, tiles.end);
+        if (tile < tiles.end) {
           keys.wait_empty();
-          load_tile(key_map, p.keys, item, tile, page, slot, shared + L::kKeys + keys.stage * L::kStageBytes,
-                    keys.full_barrier());
+          load(key_map, item, tile, page, slot, shared + L::kKeys + keys.stage * L::kStageBytes, keys.full_barrier());
           keys.next();
         }
-        if (tile > item.tile_begin) {
+        if (tile > tiles.begin) {
           values.wait_empty();
-          load_tile(value_map, p.values, item, tile - 1, previous, slot,
-                    shared + L::kValues + values.stage * L::kStageBytes, values.full_barrier());
+          load(value_map, item, tile - 1, previous, slot, shared + L::kValues + values.stage * L::kStageBytes,
+               values.full_barrier());
           values.next();
         }
         previous = page;
@@ -160,7 +178,7 @@ struct Producer {
       }
     }
     begin();
-    if (shared_work && lane == 0) {  // the last block leaves the counters as it found them
+    if (shared_work && rank == 0 && lane == 0) {  // the last block leaves the counters as it found them
       __threadfence();
       if (atomicAdd(p.counters + 1, 1) == grid - 1) {
         p.counters[0] = 0;

@@ -14,6 +14,27 @@ QUARTZ_DEVICE void copy_box(uint32_t target, const CUtensorMap& map, int c0, int
       : "memory");
 }
 
+// The same to the same address, and that of the barrier, in both blocks of a cluster of two.
+QUARTZ_DEVICE void copy_box_to_both(uint32_t target, const CUtensorMap& map, int c0, int c1, int c2, int c3,
+                                    uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2,%3,%4,%5}], [%6], %7;" ::"r"(target),
+      "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "h"(static_cast<uint16_t>(3))
+      : "memory");
+}
+
+// Stores a word at the same address in block `rank` of the cluster, whose barrier counts its 4 bytes.
+QUARTZ_DEVICE void send_word(uint32_t address, uint32_t word, uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{.reg .b32 to, at;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 at, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [to], %1, [at];}" ::"r"(address),
+      "r"(word), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 QUARTZ_DEVICE void products_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 QUARTZ_DEVICE void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
