@@ -155,6 +155,99 @@ struct Consumer {
     named_barrier(3 + warpgroup, 128);
   }
 
+  // Whether a tile holds value rows that some rows of the item see and others do not, among which one is not finite:
+  // 0 x NaN would reach those. The same for all threads of the warpgroup.
+  QUARTZ_DEVICE bool has_hidden_nan(const AttentionItem& item, int tile, int stage) const {
+    const int key0 = tile * kTile, end = min(item.keys - key0, kTile);
+    // Not seen by the first query, or no longer by the last.
+    int begin = p.causal && item.tokens > 1 ? max(item.position + 1 - key0, 0) : kTile;
+    int low_end = kFull && p.window > 0 && item.tokens > 1 ? item.position + item.tokens - p.window - key0 : 0;
+    if (kFull && p.mask != nullptr) begin = 0;
+    if (begin >= end && low_end <= 0) return false;
+    const uint32_t from = shared + L::kValues + stage * L::kStageBytes;
+    uint32_t found = 0;
+    const auto scan = [&](int first, int last) {
+#pragma unroll 2
+      for (int i = first * 8 + thread; i < last * 8; i += 128) {
+#pragma unroll
+        for (int column = 0; column < L::kColumns; ++column) {
+          uint32_t word[4];
+          load_shared_16(word, from + column * L::kBoxBytes + i * 16);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) found |= (word[w] & kExponents<T>) + kExponentUnits<T>;
+        }
+      }
+    };
+    scan(begin, end);
+    if constexpr (kFull) scan(0, min(low_end, end));
+    return any_of_barrier(3 + warpgroup, 128, (found & 0x80008000u) != 0);
+  }
+
+  QUARTZ_DEVICE bool is_hidden(int64_t at) const {
+    switch (p.mask_kind) {
+      case MaskKind::kVisible:
+        return static_cast<const uint8_t*>(p.mask)[at] == 0;
+      case MaskKind::kFloat32:
+        return static_cast<const float*>(p.mask)[at] == minus_infinity();
+      case MaskKind::kFloat16:
+        return to_float(static_cast<const Float16*>(p.mask)[at]) == minus_infinity();
+      default:
+        return to_float(static_cast<const BFloat16*>(p.mask)[at]) == minus_infinity();
+    }
+  }
+
+  // o += p v, each row with the value rows that it sees; the others count as zeros. Slow, and with the bits of the
+  // products of whole tiles: both are chains of steps of 16 keys.
+  QUARTZ_DEVICE void values_row_by_row(const AttentionItem& item, int tile, int stage, int accumulate) {
+    const uint32_t from = shared + L::kValues + stage * L::kStageBytes;
+    const int key0 = tile * kTile;
+    // In local memory, so that nothing of this takes registers from the usual way.
+    uint32_t weights[32];
+    float before[D / 2], after[D / 2];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) weights[i] = probabilities[i];
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) before[i] = after[i] = accumulate != 0 ? o[i] : 0.0f;
+#pragma unroll 1
+    for (int row = 0; row < 16; ++row) {
+      const int place = warp * 16 + row, token = warpgroup * (64 / p.group) + place / p.group;
+      if (place >= 64 / p.group * p.group || token >= item.tokens) break;
+      const int position = item.position + token;
+      const int high = p.causal ? min(position + 1, item.keys) : item.keys;
+      const int low = kFull && p.window > 0 ? position + 1 - p.window : 0;
+      const int64_t base = kFull ? item.sequence * p.mask_batch +
+                                       (item.head * p.group + place % p.group) * p.mask_head +
+                                       (item.token + token) * p.mask_query
+                                 : 0;
+#pragma unroll 1
+      for (int j = 0; j < D / 8; ++j) {
+        const int n = 8 * j + lane / 4;
+        float sum[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[i] = before[4 * j + i];
+#pragma unroll 1
+        for (int step = 0; step < 8; ++step) {
+          uint32_t v[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int slot = 16 * step + 2 * (lane & 3) + i % 2 + i / 2 * 8, key = key0 + slot;
+            const uint32_t at = from + n / 64 * L::kBoxBytes + slot * 128 + ((n % 64 * 2) ^ (slot % 8 * 16));
+            bool seen = key >= low && key < high;
+            if (kFull && p.mask != nullptr && seen) seen = !is_hidden(base + key * p.mask_key);
+            v[i] = seen ? load_shared<uint16_t>(at) : 0;
+          }
+          product_16x8(T{}, sum, weights + 4 * step, v[0] | v[1] << 16, v[2] | v[3] << 16);
+        }
+        if (lane / 4 == row % 8) {
+          after[4 * j + row / 8 * 2] = sum[row / 8 * 2];
+          after[4 * j + row / 8 * 2 + 1] = sum[row / 8 * 2 + 1];
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < D / 2; ++i) o[i] = after[i];
+  }
+
   QUARTZ_DEVICE void softmax() {
     factor[0] = softmax_tile<0>(s, state[0], p.c);
     if constexpr (kRows == 2) factor[1] = softmax_tile<1>(s, state[1], p.c);
@@ -348,6 +441,12 @@ struct Consumer {
       const auto values_of = [&](int tile, bool clear) {
         value_ring.wait_full();
         if (clear) clear_values(item, tile, value_ring.stage);
+        if (kRows == 2 && has_hidden_nan(item, tile, value_ring.stage)) {
+          products_wait<0>();
+          if constexpr (kOverlap) pin(s);
+          values_row_by_row(item, tile, value_ring.stage, accumulate);
+          return;
+        }
         products_fence();
         values<T, D>(o, probabilities, value0 + value_ring.stage * kStep, accumulate);
         products_commit();
