@@ -18,7 +18,11 @@ struct OneThread {
   void sync() const {}
   void add(int32_t* to, int32_t value) const { *to += value; }
   void max(int32_t* to, int32_t value) const { *to = std::max(*to, value); }
-  void min(int32_t* to, int32_t value) const { *to = std::min(*to, value); }
+  template <class Predicate>
+  int first(int from, const Predicate& holds) const {
+    while (!holds(from)) ++from;
+    return from;
+  }
   void scan(int32_t* counts, int n) const {
     int32_t sum = 0;
     for (int i = 0; i < n; ++i) {
@@ -44,7 +48,8 @@ int attention_group(int64_t query_heads, int64_t key_heads) {
 
 AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   const bool ragged = input.query_starts.data != nullptr;
-  const int64_t step = 64 / input.group, wide_step = 2 * step, pair_step = 2 * wide_step, sequences = input.sequences, heads = input.heads;
+  const int64_t step = 64 / input.group, wide_step = 2 * step, pair_step = 2 * wide_step, sequences = input.sequences,
+                heads = input.heads;
   const int64_t rows = ragged ? input.queries : sequences * input.queries;
   // The most queries of one sequence. As many rows as sequences is decoding; should a sequence have more rows than its
   // share after all, it has more units.

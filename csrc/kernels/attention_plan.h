@@ -4,8 +4,9 @@
 //
 // A unit is one key-value head of one sequence with a block of consecutive query tokens; its rows are tokens x query
 // heads. Sequences of many rows go to the wide kernel (128 rows a unit), which takes each unit whole, longest first,
-// and two neighbouring units at a time. The others go to the split kernel (64 rows a unit). There a unit may be cut: its first item folds a prefix of its
-// chunks, each other chunk is written out, and a second small kernel folds them in order.
+// and two neighbouring units at a time. The others go to the split kernel (64 rows a unit). There a unit may be cut:
+// its first item folds a prefix of its chunks, each other chunk is written out, and a second small kernel folds them in
+// order.
 //
 // The plan is made where the lengths are: by one block of threads on the GPU, so that nothing waits for the host and a
 // captured graph plans anew at each replay, or by one thread of the host.
@@ -76,9 +77,9 @@ struct AttentionPlanInput {
 // Room for a plan, known without the lengths: bounds from the numbers of sequences and rows.
 struct AttentionPlanRoom {
   int32_t split_units, items, wide, folds, slots;  // wide: pairs of units
-  int32_t split_tokens;  // most tokens of a split unit
-  int32_t slot_rows;     // rows of a partial result
-  int32_t most_slots;    // of one fold
+  int32_t split_tokens;                            // most tokens of a split unit
+  int32_t slot_rows;                               // rows of a partial result
+  int32_t most_slots;                              // of one fold
   int32_t sequences, processors;
   bool keys_shared;  // several split units may read the same keys
 

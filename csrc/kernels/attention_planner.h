@@ -18,8 +18,8 @@
 
 namespace quartz::kernels {
 
-// Team: rank(), size(), sync(), scan(int32_t* counts, n) (exclusive, in place, counts[n] becomes the sum; with
-// barriers).
+// Team: rank(), size(), sync(), first(from, predicate): the least number that it holds for; scan(int32_t* counts, n)
+// (exclusive, in place, counts[n] becomes the sum; with barriers).
 template <class Team>
 class AttentionPlanner {
  public:
@@ -56,11 +56,12 @@ class AttentionPlanner {
     QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < 16; i += team_.size()) words_[i] = 0;
     QUARTZ_PLANNER_LOOP
-    for (int i = team_.rank(); i < 8; i += team_.size()) sums_[i] = i == kTarget ? 1 << 30 : 0;
+    for (int i = team_.rank(); i < 8; i += team_.size()) sums_[i] = 0;
     read_lengths();
     QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i <= in_.processors; i += team_.size()) words_[room_.offsets_at() + i] = 0;
     team_.sync();
+    if (room_.wide == 0 && few_units()) return;
     classify();
     sort_sequences();
     plan_wide();
@@ -70,7 +71,7 @@ class AttentionPlanner {
  private:
   using Chunks = AttentionChunks;
   enum SequenceKind { kNothing, kSplit, kWide, kEither };
-  enum Sum { kWideTiles, kLongest, kSplitTiles, kTiles, kTarget };
+  enum Sum { kWideTiles, kLongest, kSplitTiles, kTiles };
 
   struct Sequence {
     int token, queries, keys, position;
@@ -87,10 +88,10 @@ class AttentionPlanner {
   }
   QUARTZ_PLANNER int split_step() const { return room_.split_tokens; }
   QUARTZ_PLANNER int wide_step() const { return 2 * (64 / in_.group); }  // two warpgroups
-  QUARTZ_PLANNER int pair_step() const { return 2 * wide_step(); }         // two blocks of a cluster
+  QUARTZ_PLANNER int pair_step() const { return 2 * wide_step(); }       // two blocks of a cluster
 
-  // Lengths out of bounds are brought within: on the GPU nobody can report them. The rows that belong to no sequence are
-  // one without keys, so that they become zeros.
+  // Lengths out of bounds are brought within: on the GPU nobody can report them. The rows that belong to no sequence
+  // are one without keys, so that they become zeros.
   QUARTZ_PLANNER void read_lengths() {
     if (in_.query_starts.data == nullptr) return;
     QUARTZ_PLANNER_LOOP
@@ -284,61 +285,72 @@ class AttentionPlanner {
     if (n == 0) return;
     const int count = n / in_.heads;
     QUARTZ_PLANNER_LOOP
-    for (int i = team_.rank(); i < count; i += team_.size()) {
-      blocks_[i] = make_block(i);
-      team_.add(sums_ + kTiles, blocks_[i].tiles());
-      team_.max(sums_ + kLongest, blocks_[i].tiles());
-    }
+    for (int i = team_.rank(); i < count; i += team_.size()) keep_block(i, make_block(i));
     team_.sync();
     if (n <= in_.processors && one_wave(count)) return;
     if (n > in_.processors && room_.folds == 0) return whole_units(n);
+    team_.sync();
+    QUARTZ_PLANNER_LOOP
+    for (int i = team_.rank(); i < count; i += team_.size()) team_.add(sums_ + kTiles, piece_[i]);
+    team_.sync();
     shared_tails(n, int64_t{sums_[kTiles]} * in_.heads);
+  }
+  QUARTZ_PLANNER void keep_block(int i, const Unit& block) {
+    blocks_[i] = block;
+    piece_[i] = block.tiles();
+    slot_[i] = chunks_of(block);
+  }
+
+  // The usual step of decoding: few sequences, none of them for the wide kernel. Their order does not matter, and each
+  // thread walks along all of them, so that few barriers are needed.
+  QUARTZ_PLANNER bool few_units() {
+    constexpr int kFew = 64;
+    if (count_ > kFew) return false;
+    const int most = lower(in_.processors, room_.split_units);
+    int count = 0;
+    QUARTZ_PLANNER_LOOP
+    for (int s = 0; s < count_; ++s) {
+      const int of_sequence = blocks(sequence(s).queries, split_step());
+      if (s % team_.size() == team_.rank() && (count + of_sequence) * in_.heads <= most) {
+        QUARTZ_PLANNER_LOOP
+        for (int i = 0; i < of_sequence; ++i) keep_block(count + i, unit_of(s, i, 0, split_step()));
+      }
+      count += of_sequence;
+      if (count * in_.heads > most) return false;
+    }
+    team_.sync();
+    return one_wave(count);
   }
 
   static QUARTZ_PLANNER int chunks_of(const Unit& u) { return Chunks::of(u.last - 1) - Chunks::of(u.first) + 1; }
 
   // Few units: each is cut into equal parts, one for each processor, whose tiles are as few as that permits.
-  QUARTZ_PLANNER int parts_of(const Unit& u, int target) const {
-    if (room_.folds == 0) return 1;
-    return lower((u.tiles() + target - 1) / target, chunks_of(u));
+  QUARTZ_PLANNER int parts_of(int block, int target) const {
+    return room_.folds == 0 ? 1 : lower((piece_[block] + target - 1) / target, slot_[block]);
   }
   // Where part i of `parts` begins; the first is not empty.
   static QUARTZ_PLANNER_CALL int part_begin(const Unit& u, int i, int parts) {
     if (i <= 0) return u.first;
     if (i >= parts) return u.last;
     if (parts == chunks_of(u)) return Chunks::begin(Chunks::of(u.first) + i);
-    const int ideal = u.first + static_cast<int>(static_cast<int64_t>(u.tiles()) * i / parts);
+    const int ideal = u.first + u.tiles() * i / parts;  // no overflow: at most 2^23 tiles and a part for each processor
     return higher(boundary(u, ideal, false), Chunks::begin(Chunks::of(u.first) + 1));
   }
   QUARTZ_PLANNER bool one_wave(int count) {
-    const int tiles = sums_[kTiles] * in_.heads, longest = sums_[kLongest];  // few units: no overflow
-    const int least = higher(1, (tiles + in_.processors - 1) / in_.processors);
+    int tiles = 0;  // few units: no overflow
     QUARTZ_PLANNER_LOOP
-    for (int target = least + team_.rank();; target += team_.size()) {
+    for (int i = 0; i < count; ++i) tiles += piece_[i];
+    tiles *= in_.heads;
+    const int least = higher(1, (tiles + in_.processors - 1) / in_.processors);
+    // With the longest as the target each unit has one part.
+    const int target = team_.first(least, [&](int target) {
       int parts = 0;
       QUARTZ_PLANNER_LOOP
-      for (int i = 0; i < count; ++i) parts += parts_of(blocks_[i], target);
-      if (parts * in_.heads <= in_.processors) {
-        team_.min(sums_ + kTarget, target);
-        break;
-      }
-      if (target >= longest) break;
-    }
-    team_.sync();
-    const int target = sums_[kTarget];
+      for (int i = 0; i < count; ++i) parts += parts_of(i, target);
+      return parts * in_.heads <= in_.processors;
+    });
     if (room_.folds > 0 && target > least + least / 4 + 4) return false;  // some processors would have little to do
-    int32_t *const begin = piece_, *const slots = slot_;
-    QUARTZ_PLANNER_LOOP
-    for (int i = team_.rank(); i < count; i += team_.size()) {
-      const int parts = parts_of(blocks_[i], target);
-      begin[i] = parts * in_.heads;
-      slots[i] = parts > 1 ? (chunks_of(blocks_[i]) + 1) * in_.heads : 0;
-    }
-    team_.scan(begin, count);
-    team_.scan(slots, count);
-    const auto parts_with_room = [&](int i) {
-      return slots[i + 1] > room_.slots ? 1 : (begin[i + 1] - begin[i]) / in_.heads;
-    };
+
     int32_t* const offsets = words_ + room_.offsets_at();
     QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i <= in_.processors; i += team_.size()) {
@@ -348,34 +360,43 @@ class AttentionPlanner {
         break;
       }
       items_[i].sequence = -1;
-      if (i >= begin[count]) continue;
-      const int b = find(begin, count, i), share = (begin[b + 1] - begin[b]) / in_.heads;
-      Unit unit = blocks_[b];
-      unit.head = (i - begin[b]) / share;
-      const int part = (i - begin[b]) % share, parts = parts_with_room(b), slot_begin = slots[b];
-      const int from = part_begin(unit, part, parts), to = part_begin(unit, part + 1, parts);
-      if (from >= to) continue;
-      int slot = 0;
-      if (parts > 1) {
-        slot = slot_begin + unit.head * (chunks_of(unit) + 1);
-        if (part > 0) slot += 1 + Chunks::of(from) - Chunks::of(part_begin(unit, 1, parts));
-      }
-      items_[i] = item(unit, from, to, slot);
-    }
-    QUARTZ_PLANNER_LOOP
-    for (int u = team_.rank(); u < count * in_.heads && room_.folds > 0; u += team_.size()) {
-      const int b = u / in_.heads, parts = parts_with_room(b);
-      const Unit unit = split_unit(u);
-      const int cut = part_begin(unit, 1, parts);
-      if (cut < unit.last) {
-        folds_[u] = {unit.sequence, unit.head, unit.token, unit.tokens, slots[b] + unit.head * (chunks_of(unit) + 1),
-                     2 + Chunks::of(unit.last - 1) - Chunks::of(cut), {0, 0}};
-        team_.max(words_ + kPlanFolds, count * in_.heads);
-      } else {
-        folds_[u] = {unit.sequence, unit.head, unit.token, 0, 0, 0, {0, 0}};  // not cut
+      int before = 0, slots = 0;  // parts and slots of the blocks before
+      QUARTZ_PLANNER_LOOP
+      for (int b = 0; b < count; ++b) {
+        const int parts = parts_of(b, target), of_head = parts > 1 ? slot_[b] + 1 : 0;
+        if (i < before + parts * in_.heads) {
+          write_part(b, (i - before) / parts, (i - before) % parts, i, parts, slots, of_head);
+          break;
+        }
+        before += parts * in_.heads;
+        slots += of_head * in_.heads;
       }
     }
     return true;
+  }
+  // Part `part` of a unit as item i. The first also writes the unit's fold.
+  QUARTZ_PLANNER_CALL void write_part(int block, int head, int part, int i, int parts, int slots, int of_head) {
+    Unit unit = blocks_[block];
+    unit.head = head;
+    if (slots + of_head * in_.heads > room_.slots) parts = 1;
+    const int from = part_begin(unit, part, parts), to = part_begin(unit, part + 1, parts);
+    const int cut = part == 0 ? to : part_begin(unit, 1, parts), first_slot = slots + head * of_head;
+    if (from < to) {
+      items_[i] = item(unit, from, to,
+                       parts == 1  ? 0
+                       : part == 0 ? first_slot
+                                   : first_slot + 1 + Chunks::of(from) - Chunks::of(cut));
+    }
+    if (part > 0 || room_.folds == 0) return;
+    const int u = block * in_.heads + head;
+    if (cut < unit.last) {
+      folds_[u] = {unit.sequence, unit.head,  unit.token,
+                   unit.tokens,   first_slot, 2 + Chunks::of(unit.last - 1) - Chunks::of(cut),
+                   {0, 0}};
+      team_.max(words_ + kPlanFolds, u + 1);
+    } else {
+      folds_[u] = {unit.sequence, unit.head, unit.token, 0, 0, 0, {0, 0}};  // not cut
+    }
   }
 
   // More units than processors, none of which may be cut: they are dealt in turns, back and forth.
@@ -541,11 +562,11 @@ class AttentionPlanner {
   const AttentionPlanInput& in_;
   const AttentionPlanRoom& room_;
   int32_t* words_;
-  int count_;  // of sequences, with that of the rows behind them
-  int32_t *sums_, *token_, *queries_, *keys_;                       // for each sequence
-  int32_t *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;    // for each sequence
-  int32_t *cut_, *slot_, *fold_, *piece_, *wide_tiles_;             // for each unit, or pair of wide ones
-  Unit* blocks_;  // split units of the first head
+  int count_;                                                     // of sequences, with that of the rows behind them
+  int32_t *sums_, *token_, *queries_, *keys_;                     // for each sequence
+  int32_t *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;  // for each sequence
+  int32_t *cut_, *slot_, *fold_, *piece_, *wide_tiles_;           // for each unit, or pair of wide ones
+  Unit* blocks_;                                                  // split units of the first head
   AttentionItem *items_, *wide_;
   AttentionFold* folds_;
 };

@@ -77,7 +77,8 @@ CUtensorMap key_map(const Attention& a, const void* data, const AttentionStrides
                      dimension(!paged              ? a.batch
                                : extras.blocks > 0 ? extras.blocks
                                                    : int64_t{1} << 31,
-                               s.batch, 1)});
+                               s.batch, 1)},
+                    128);  // measured: with 256, decoding takes 5 % longer
 }
 
 template <class T>
@@ -132,6 +133,7 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   p.value_size = static_cast<int>(a.value_size);
   p.batched = a.query_starts.data == nullptr;
   p.block_size = paged ? static_cast<int>(a.block_size) : 0;
+  p.block_size_log2 = (p.block_size & (p.block_size - 1)) == 0 ? log2_of(p.block_size) : -1;
   p.window = static_cast<int>(std::min<int64_t>(a.window, 1 << 30));
   p.causal = a.causal;
   // Several units that read the same keys.

@@ -4,6 +4,9 @@
 #include "kernels/cuda/attention_numerics.cuh"
 #include "kernels/cuda/attention_tiles.cuh"
 
+#ifndef QUARTZ_NAN
+#define QUARTZ_NAN 1
+#endif
 namespace quartz::kernels::cuda::attention_kernels {
 
 // Which query the two rows of a lane's fragment belong to, in one register: token within the item and head within the
@@ -22,7 +25,10 @@ struct Consumer {
   static constexpr bool kSplitKind = KIND == kOneRow || KIND == kSplit || KIND == kSplitFull;
   static constexpr bool kFull = KIND == kSplitFull || KIND == kWideFull;
   static constexpr int kRows = KIND == kOneRow ? 1 : 2;  // of a lane that are computed
-  static constexpr bool kOverlap = D < 256;              // values of a tile beside the scores of the next
+#ifndef QUARTZ_OVERLAP
+#define QUARTZ_OVERLAP (D < 256)
+#endif
+  static constexpr bool kOverlap = QUARTZ_OVERLAP;  // values of a tile beside the scores of the next
   using L = Layout<D, kSplitKind>;
 
   const Params& p;
@@ -174,7 +180,7 @@ struct Consumer {
           uint32_t word[4];
           load_shared_16(word, from + column * L::kBoxBytes + i * 16);
 #pragma unroll
-          for (int w = 0; w < 4; ++w) found |= (word[w] & kExponents<T>) + kExponentUnits<T>;
+          for (int w = 0; w < 4; ++w) found |= (word[w] & kExponents<T>)+kExponentUnits<T>;
         }
       }
     };
@@ -215,10 +221,10 @@ struct Consumer {
       const int position = item.position + token;
       const int high = p.causal ? min(position + 1, item.keys) : item.keys;
       const int low = kFull && p.window > 0 ? position + 1 - p.window : 0;
-      const int64_t base = kFull ? item.sequence * p.mask_batch +
-                                       (item.head * p.group + place % p.group) * p.mask_head +
-                                       (item.token + token) * p.mask_query
-                                 : 0;
+      const int64_t base = kFull
+                               ? item.sequence * p.mask_batch + (item.head * p.group + place % p.group) * p.mask_head +
+                                     (item.token + token) * p.mask_query
+                               : 0;
 #pragma unroll 1
       for (int j = 0; j < D / 8; ++j) {
         const int n = 8 * j + lane / 4;
@@ -284,20 +290,26 @@ struct Consumer {
     }
     const FoldFactors low = fold_row(total[0], chunk[0].m, chunk[0].l, p.c);
     const FoldFactors high = fold_row(total[1], chunk[1].m, chunk[1].l, p.c);
+    constexpr int kAtOnce = D / 8 < 16 ? D / 8 : 16;  // so many loads are on their way together
 #pragma unroll
-    for (int j = 0; j < D / 8; ++j) {
-      float4 x = folded(j);
-      x.x = fold_value(x.x, o[4 * j], low);
-      x.y = fold_value(x.y, o[4 * j + 1], low);
-      x.z = fold_value(x.z, o[4 * j + 2], high);
-      x.w = fold_value(x.w, o[4 * j + 3], high);
-      if (keep) {
-        o[4 * j] = x.x;
-        o[4 * j + 1] = x.y;
-        o[4 * j + 2] = x.z;
-        o[4 * j + 3] = x.w;
-      } else {
-        folded(j) = x;
+    for (int begin = 0; begin < D / 8; begin += kAtOnce) {
+      float4 before[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) before[i] = folded(begin + i);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int j = begin + i;
+        const float4 x =
+            make_float4(fold_value(before[i].x, o[4 * j], low), fold_value(before[i].y, o[4 * j + 1], low),
+                        fold_value(before[i].z, o[4 * j + 2], high), fold_value(before[i].w, o[4 * j + 3], high));
+        if (keep) {
+          o[4 * j] = x.x;
+          o[4 * j + 1] = x.y;
+          o[4 * j + 2] = x.z;
+          o[4 * j + 3] = x.w;
+        } else {
+          folded(j) = x;
+        }
       }
     }
   }
@@ -441,7 +453,7 @@ struct Consumer {
       const auto values_of = [&](int tile, bool clear) {
         value_ring.wait_full();
         if (clear) clear_values(item, tile, value_ring.stage);
-        if (kRows == 2 && has_hidden_nan(item, tile, value_ring.stage)) {
+        if (QUARTZ_NAN && kRows == 2 && has_hidden_nan(item, tile, value_ring.stage)) {
           products_wait<0>();
           if constexpr (kOverlap) pin(s);
           values_row_by_row(item, tile, value_ring.stage, accumulate);

@@ -14,7 +14,8 @@ __global__ void __launch_bounds__((Layout<D, KIND <= kSplitFull>::kThreads), 1)
     attention_kernel(const __grid_constant__ CUtensorMap query_map, const __grid_constant__ CUtensorMap key_map,
                      const __grid_constant__ CUtensorMap value_map, const __grid_constant__ Params p) {
   constexpr bool kSplits = KIND <= kSplitFull, kIsFull = KIND == kSplitFull || KIND == kWideFull;
-  constexpr bool kTight = D == 256 || kIsFull || QUARTZ_KEPT > 0;  // the consumers need more, and the producer spills a little
+  constexpr bool kTight =
+      D == 256 || kIsFull || QUARTZ_KEPT > 0;  // the consumers need more, and the producer spills a little
   using L = Layout<D, kSplits>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t shared = shared_address(shared_memory);
@@ -52,9 +53,16 @@ __global__ void __launch_bounds__((Layout<D, KIND <= kSplitFull>::kThreads), 1)
   if (warp >= L::kGroups * 4) {
     if constexpr (!kSplits) give_registers<kTight ? 40 : 56>();
     if (warp == L::kGroups * 4) {
-      Producer<D, kSplits, kIsFull> producer{
-          p, query_map, key_map, value_map, shared, items, lane, kSplits ? evict_first_policy() : 0, 64 / p.group,
-                                                L::kBlocks == 1 ? 0 : static_cast<int>(cluster_rank())};
+      Producer<D, kSplits, kIsFull> producer{p,
+                                             query_map,
+                                             key_map,
+                                             value_map,
+                                             shared,
+                                             items,
+                                             lane,
+                                             kSplits ? evict_first_policy() : 0,
+                                             64 / p.group,
+                                             L::kBlocks == 1 ? 0 : static_cast<int>(cluster_rank())};
       producer.run(keys, values, queries);
     }
   } else {

@@ -41,10 +41,11 @@ struct Params {
   int64_t mask_batch, mask_head, mask_query, mask_key;
   MaskKind mask_kind;
   int slot_rows, group, heads_per_key, value_size, batched;
-  int query_box;      // rows of queries that one copy brings
-  int box_rows_log2;  // keys that one copy brings
-  int block_size;     // slots of a page; dense: 0
-  int window;         // 0: none
+  int query_box;        // rows of queries that one copy brings
+  int box_rows_log2;    // keys that one copy brings
+  int block_size;       // slots of a page; dense: 0
+  int block_size_log2;  // -1: no power of two
+  int window;           // 0: none
   int causal, keep_keys, alternate;
   float c, c_inverse, cap, cap_c1;  // c_inverse: log2(e) / c
 };

@@ -18,7 +18,15 @@ class Block {
   __device__ void sync() const { __syncthreads(); }
   __device__ void add(int32_t* to, int32_t value) const { atomicAdd(to, value); }
   __device__ void max(int32_t* to, int32_t value) const { atomicMax(to, value); }
-  __device__ void min(int32_t* to, int32_t value) const { atomicMin(to, value); }
+
+  // Each warp for itself.
+  template <class Predicate>
+  __device__ int first(int from, const Predicate& holds) const {
+    for (;; from += 32) {
+      const unsigned found = __ballot_sync(~0u, holds(from + rank() % 32));
+      if (found != 0) return from + __ffs(found) - 1;
+    }
+  }
 
   // Each thread adds up a run of neighbours; the runs' sums are scanned by warps.
   __device__ __noinline__ void scan(int32_t* counts, int n) const {

@@ -27,54 +27,66 @@ struct Producer {
   int tokens_per_group;
   int rank;  // in the cluster
 
-  // A tile comes in boxes of 2^box_rows_log2 keys, which lie in one page; each block of a cluster brings its share.
+  // A tile comes in boxes of 64 columns x 2^box_rows_log2 keys, which lie in one page; each block of a cluster brings
+  // its share, each lane one box or, of small pages, several.
+  struct Place {
+    int page, slot;
+  };
   QUARTZ_DEVICE int boxes_log2() const { return 7 - p.box_rows_log2 - (L::kBlocks - 1); }
-  QUARTZ_DEVICE bool pages_fit_lanes() const { return boxes_log2() <= 5; }
   QUARTZ_DEVICE int first_key_of(const AttentionItem& item) const {
     if (!FULL || p.window == 0) return 0;
     return max(0, item.position - rank * L::kGroups * tokens_per_group + 1 - p.window);
   }
+  QUARTZ_DEVICE int box_of(int i) const { return (rank << boxes_log2()) + (i & ((1 << boxes_log2()) - 1)); }
+  QUARTZ_DEVICE int column_of(int i) const { return i >> boxes_log2(); }
 
-  QUARTZ_DEVICE int page_of_key(const AttentionItem& item, int key) const {
-    return static_cast<int>(
-        p.block_table[item.sequence * p.table_stride + static_cast<uint32_t>(key) / static_cast<uint32_t>(p.block_size)]);
-  }
-  // The page of this lane's box of a tile, 0 where nothing is to be read.
-  QUARTZ_DEVICE int page_of(const AttentionItem& item, int tile, int tile_end) const {
-    if (p.block_size == 0) return item.sequence;
-    const int boxes = 1 << boxes_log2();
-    const int key = tile * kTile + ((rank * boxes + lane) << p.box_rows_log2);
-    if (lane >= boxes || tile >= tile_end || key >= item.keys ||
-        (FULL && key + (1 << p.box_rows_log2) <= first_key_of(item)) || !pages_fit_lanes()) {
-      return 0;
+  // Where the box begins that copy `i` of a tile brings, if that is a key that somebody sees.
+  QUARTZ_DEVICE bool find(const AttentionItem& item, int tile, int tile_end, int begin, int i, Place& place) const {
+    const int key = tile * kTile + (box_of(i) << p.box_rows_log2);
+    if (tile >= tile_end || column_of(i) >= L::kColumns || key >= item.keys ||
+        (FULL && key + (1 << p.box_rows_log2) <= first_key_of(item))) {
+      return false;
     }
-    return page_of_key(item, key);
+    if (p.block_size == 0) {
+      place = {item.sequence, begin + key};
+      return true;
+    }
+    const int index = p.block_size_log2 >= 0
+                          ? key >> p.block_size_log2
+                          : static_cast<int>(static_cast<uint32_t>(key) / static_cast<uint32_t>(p.block_size));
+    place = {static_cast<int>(p.block_table[item.sequence * p.table_stride + index]), key - index * p.block_size};
+    return true;
   }
-
-  QUARTZ_DEVICE void load(const CUtensorMap& map, const AttentionItem& item, int tile, int page, int begin,
-                          uint32_t target, uint32_t barrier) const {
-    const int rows_log2 = p.box_rows_log2, rows = 1 << rows_log2, boxes_log2 = this->boxes_log2();
-    const int boxes = 1 << boxes_log2, first = rank * boxes, key0 = tile * kTile;
-    const int used = min(kTile >> rows_log2, (item.keys - key0 + rows - 1) >> rows_log2);
+  // Announces the bytes of a tile.
+  QUARTZ_DEVICE void expect(const AttentionItem& item, int tile, uint32_t barrier) const {
+    const int rows_log2 = p.box_rows_log2, key0 = tile * kTile;
+    const int used = min(kTile >> rows_log2, (item.keys - key0 + (1 << rows_log2) - 1) >> rows_log2);
     const int skipped = FULL ? min(max(first_key_of(item) - key0, 0) >> rows_log2, used) : 0;
-    if (lane == 0) barrier_expect(barrier, (used - skipped) * rows * 128 * L::kColumns);
-    for (int turn = 0; turn < boxes * L::kColumns; turn += 32) {  // the same number for all lanes
-      const int i = turn + lane, j = i & (boxes - 1), box = first + j, column = i >> boxes_log2;
-      const int key = key0 + (box << rows_log2);
-      int from = __shfl_sync(~0u, page, j & 31);
-      if (column >= L::kColumns || box < skipped || box >= used) continue;
-      if (p.block_size > 0 && !pages_fit_lanes()) from = page_of_key(item, key);
-      const int slot =
-          p.block_size == 0 ? begin + key : static_cast<uint32_t>(key) % static_cast<uint32_t>(p.block_size);
-      const uint32_t to = target + column * L::kBoxBytes + box * rows * 128;
-      const int head = item.head / p.heads_per_key;
-      if constexpr (L::kBlocks > 1) {
-        copy_box_to_both(to, map, column * 64, slot, head, from, barrier);
-      } else if (SPLIT && !p.keep_keys) {
-        copy_4d(to, map, column * 64, slot, head, from, barrier, policy);
-      } else {
-        copy_box(to, map, column * 64, slot, head, from, barrier);
-      }
+    if (lane == 0) barrier_expect(barrier, ((used - skipped) << rows_log2) * 128 * L::kColumns);
+    __syncwarp();
+  }
+  QUARTZ_DEVICE void copy(const CUtensorMap& map, const AttentionItem& item, const Place& place, int i, uint32_t target,
+                          uint32_t barrier) const {
+    const int column = column_of(i), head = item.head / p.heads_per_key;
+    const uint32_t to = target + column * L::kBoxBytes + (box_of(i) << p.box_rows_log2) * 128;
+    if constexpr (L::kBlocks > 1) {
+      copy_box_to_both(to, map, column * 64, place.slot, head, place.page, barrier);
+    } else if (SPLIT && !p.keep_keys) {
+      copy_4d(to, map, column * 64, place.slot, head, place.page, barrier, policy);
+    } else {
+      copy_box(to, map, column * 64, place.slot, head, place.page, barrier);
+    }
+  }
+  // Brings a tile; this lane's first box was found before.
+  QUARTZ_DEVICE void load(const CUtensorMap& map, const AttentionItem& item, int tile, int tile_end, int begin,
+                          bool wanted, const Place& place, uint32_t target, uint32_t barrier) const {
+    expect(item, tile, barrier);
+    if (wanted) copy(map, item, place, lane, target, barrier);
+    if ((L::kColumns << boxes_log2()) <= 32) return;
+#pragma unroll 1
+    for (int i = lane + 32; i < L::kColumns << boxes_log2(); i += 32) {
+      Place other;
+      if (find(item, tile, tile_end, begin, i, other)) copy(map, item, other, i, target, barrier);
     }
   }
 
@@ -155,26 +167,33 @@ struct Producer {
         break;
       }
       const TileRange tiles = loaded_tiles(item, L::kBlocks > 1);
-      int page = page_of(item, tiles.begin, tiles.end), previous = 0;
       const int slot = p.key_begin != nullptr ? p.key_begin[item.sequence] : 0;
+      Place place{}, previous{};
+      bool wanted = find(item, tiles.begin, tiles.end, slot, lane, place), previous_wanted = false;
       begin();
-      load_queries(item, queries);
-      queries.next();
       for (int tile = tiles.begin; tile <= tiles.end; ++tile) {
-        const int following = page_of(item, tile + 1, tiles.end);
         if (tile < tiles.end) {
           keys.wait_empty();
-          load(key_map, item, tile, page, slot, shared + L::kKeys + keys.stage * L::kStageBytes, keys.full_barrier());
+          load(key_map, item, tile, tiles.end, slot, wanted, place, shared + L::kKeys + keys.stage * L::kStageBytes,
+               keys.full_barrier());
           keys.next();
+          if (tile == tiles.begin) {  // behind the keys, which are larger
+            load_queries(item, queries);
+            queries.next();
+          }
         }
+        Place next{};
+        const bool next_wanted = find(item, tile + 1, tiles.end, slot, lane, next);
         if (tile > tiles.begin) {
           values.wait_empty();
-          load(value_map, item, tile - 1, previous, slot, shared + L::kValues + values.stage * L::kStageBytes,
-               values.full_barrier());
+          load(value_map, item, tile - 1, tiles.end, slot, previous_wanted, previous,
+               shared + L::kValues + values.stage * L::kStageBytes, values.full_barrier());
           values.next();
         }
-        previous = page;
-        page = following;
+        previous = place;
+        previous_wanted = wanted;
+        place = next;
+        wanted = next_wanted;
       }
     }
     begin();

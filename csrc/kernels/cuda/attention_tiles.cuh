@@ -16,19 +16,19 @@ constexpr int kTile = kAttentionTile;
 // Shared memory of a block, in bytes.
 template <int D, bool SPLIT>
 struct Layout {
-  static constexpr int kGroups = SPLIT ? 1 : 2;  // warpgroups of 64 rows
+  static constexpr int kGroups = SPLIT ? 1 : 2;               // warpgroups of 64 rows
   static constexpr int kBlocks = SPLIT ? 1 : wide_blocks(D);  // of a cluster
   static constexpr int kUsers = kBlocks * kGroups * 4;        // warps that read a tile
-  static constexpr int kColumns = D / 64;        // boxes of 64 columns, 128 bytes wide
-  static constexpr int kBoxBytes = kTile * 128;  // of keys or values
+  static constexpr int kColumns = D / 64;                     // boxes of 64 columns, 128 bytes wide
+  static constexpr int kBoxBytes = kTile * 128;               // of keys or values
   static constexpr int kStageBytes = kColumns * kBoxBytes;
-  static constexpr int kStages = D == 64 ? (SPLIT ? 5 : 4) : D == 128 ? 2 : 1;
+  static constexpr int kStages = D == 64 ? (SPLIT ? 5 : 4) : D == 128 ? (!SPLIT && QUARTZ_KEPT == 16 ? 3 : 2) : 1;
   static constexpr int kQueryBytes = kGroups * 64 * D * 2;
   static constexpr int kQueryBuffers = SPLIT && D < 256 ? 2 : 1;
-  static constexpr int kItemBuffers = 4;                 // an item is read until its last result is written
+  static constexpr int kItemBuffers = 4;  // an item is read until its last result is written
   // Where a lane keeps the folded chunks of its two rows, in float4: registers, shared memory, and the rest in global
   // memory.
-  static constexpr int kFoldKept = SPLIT || D != 128 ? 0 : QUARTZ_KEPT;
+  static constexpr int kFoldKept = SPLIT || D == 256 ? 0 : QUARTZ_KEPT;
   static constexpr int kFoldShared = D < 256 || SPLIT ? D / 8 - kFoldKept : 8;
   static constexpr int kFoldGlobal = D / 8 - kFoldKept - kFoldShared;
   static constexpr int kFoldBytes = kGroups * 128 * 16 * kFoldShared;
