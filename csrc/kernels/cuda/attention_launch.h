@@ -15,7 +15,7 @@
 namespace quartz::kernels::cuda::attention_kernels {
 
 #ifndef QUARTZ_CLUSTER
-#define QUARTZ_CLUSTER (d > 0 ? 2 : 2)
+#define QUARTZ_CLUSTER 1
 #endif
 // Blocks of the wide kernel that share what they bring, by head size.
 constexpr int wide_blocks(int d) { return QUARTZ_CLUSTER; }
