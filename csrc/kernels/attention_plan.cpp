@@ -48,8 +48,7 @@ int attention_group(int64_t query_heads, int64_t key_heads) {
 
 AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   const bool ragged = input.query_starts.data != nullptr;
-  const int64_t step = 64 / input.group, wide_step = 2 * step, pair_step = 2 * wide_step, sequences = input.sequences,
-                heads = input.heads;
+  const int64_t step = 64 / input.group, wide_step = 2 * step, sequences = input.sequences, heads = input.heads;
   const int64_t rows = ragged ? input.queries : sequences * input.queries;
   // The most queries of one sequence. As many rows as sequences is decoding; should a sequence have more rows than its
   // share after all, it has more units.
@@ -64,8 +63,8 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
   const int64_t large = ragged ? rows - sequences : rows;
   if (input.wide_allowed && blocks(large, wide_step) * heads >= 2 * input.processors) input.wide_always = true;
   room.wide = static_cast<int32_t>(!input.wide_allowed ? 0
-                                   : ragged            ? (rows / pair_step + sequences + 1) * heads
-                                                       : sequences * blocks(input.queries, pair_step) * heads);
+                                   : ragged            ? (rows / wide_step + sequences + 1) * heads
+                                                       : sequences * blocks(input.queries, wide_step) * heads);
   // Of n rows in m sequences, blocks of s tokens: at most (n + m (s - 1)) / s. Where everything of more than one block
   // is wide, a sequence has one split block at most.
   const int64_t s = room.split_tokens, most_blocks = (rows + std::min(sequences, rows) * (s - 1)) / s;

@@ -3,8 +3,8 @@
 // chunks only, which are part of the numerics (cuda/attention_numerics.cuh).
 //
 // A unit is one key-value head of one sequence with a block of consecutive query tokens; its rows are tokens x query
-// heads. Sequences of many rows go to the wide kernel (128 rows a unit), which takes each unit whole, longest first,
-// and two neighbouring units at a time. The others go to the split kernel (64 rows a unit). There a unit may be cut:
+// heads. Sequences of many rows go to the wide kernel (128 rows a unit), which takes each unit whole, longest first.
+// The others go to the split kernel (64 rows a unit). There a unit may be cut:
 // its first item folds a prefix of its chunks, each other chunk is written out, and a second small kernel folds them in
 // order.
 //
@@ -48,9 +48,7 @@ struct alignas(32) AttentionItem {
   int32_t token;     // row of the unit's first query
   int32_t position;  // key position of that query
   int32_t keys, tile_begin, tile_end;
-  // Of the first partial result that it writes. Wide: tiles before and, times 65536, behind its own that the other item
-  // of the pair has.
-  int32_t slot;
+  int32_t slot;  // of the first partial result that it writes
 };
 
 // Slots [slot, slot + slots) hold a unit's folded prefix and then its other chunks in order. No slots: nothing to fold.
@@ -76,10 +74,10 @@ struct AttentionPlanInput {
 
 // Room for a plan, known without the lengths: bounds from the numbers of sequences and rows.
 struct AttentionPlanRoom {
-  int32_t split_units, items, wide, folds, slots;  // wide: pairs of units
-  int32_t split_tokens;                            // most tokens of a split unit
-  int32_t slot_rows;                               // rows of a partial result
-  int32_t most_slots;                              // of one fold
+  int32_t split_units, items, wide, folds, slots;
+  int32_t split_tokens;  // most tokens of a split unit
+  int32_t slot_rows;     // rows of a partial result
+  int32_t most_slots;    // of one fold
   int32_t sequences, processors;
   bool keys_shared;  // several split units may read the same keys
 
@@ -87,7 +85,7 @@ struct AttentionPlanRoom {
   QUARTZ_HD int64_t offsets_at() const { return 16; }
   QUARTZ_HD int64_t items_at() const { return 16 + (processors + 1 + 7) / 8 * 8; }
   QUARTZ_HD int64_t wide_at() const { return items_at() + int64_t{8} * items; }
-  QUARTZ_HD int64_t folds_at() const { return wide_at() + int64_t{16} * wide; }
+  QUARTZ_HD int64_t folds_at() const { return wide_at() + int64_t{8} * wide; }
   QUARTZ_HD int64_t scratch_at() const { return folds_at() + int64_t{8} * folds; }
   QUARTZ_HD int64_t scratch() const {
     return 8 + int64_t{8} * (sequences + 2) + int64_t{12} * (split_units + 2) + wide;

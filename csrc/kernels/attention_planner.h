@@ -87,8 +87,7 @@ class AttentionPlanner {
     return static_cast<int>(x < low ? low : x > high ? high : x);
   }
   QUARTZ_PLANNER int split_step() const { return room_.split_tokens; }
-  QUARTZ_PLANNER int wide_step() const { return 2 * (64 / in_.group); }  // two warpgroups
-  QUARTZ_PLANNER int pair_step() const { return 2 * wide_step(); }       // two blocks of a cluster
+  QUARTZ_PLANNER int wide_step() const { return 2 * (64 / in_.group); }
 
   // Lengths out of bounds are brought within: on the GPU nobody can report them. The rows that belong to no sequence
   // are one without keys, so that they become zeros.
@@ -177,7 +176,7 @@ class AttentionPlanner {
     for (int i = team_.rank(); i < count_; i += team_.size()) {
       const int s = order_[i], queries = sequence(s).queries;
       split_begin_[i] = kind_[s] == kSplit ? blocks(queries, split_step()) * in_.heads : 0;
-      wide_begin_[i] = kind_[s] == kWide ? blocks(queries, pair_step()) * in_.heads : 0;
+      wide_begin_[i] = kind_[s] == kWide ? blocks(queries, wide_step()) * in_.heads : 0;
     }
     team_.scan(split_begin_, count_);
     team_.scan(wide_begin_, count_);
@@ -208,30 +207,11 @@ class AttentionPlanner {
     unit.head = u % in_.heads;
     return unit;
   }
-  // A pair of wide units. Of many: the blocks of one head after another, the longest first, so that few keys are in use
-  // at a time.
-  QUARTZ_PLANNER_CALL Unit wide_pair(int u) const {
+  // Of many: the blocks of one head after another, the longest first, so that few keys are in use at a time.
+  QUARTZ_PLANNER_CALL Unit wide_unit(int u) const {
     const int i = find(wide_begin_, count_, u), rest = u - wide_begin_[i], s = order_[i];
     const int n = (wide_begin_[i + 1] - wide_begin_[i]) / in_.heads;
-    return unit_of(s, n - 1 - rest % n, rest / n, pair_step());
-  }
-  // Its items, for the two blocks of a cluster. The slot says how many tiles before and behind its own the other needs.
-  QUARTZ_PLANNER_CALL void write_pair(int at, const Unit& pair) {
-    QUARTZ_PLANNER_LOOP
-    for (int rank = 0; rank < 2; ++rank) {
-      const int before = rank * wide_step();
-      Unit u = pair;
-      if (pair.tokens > before) {
-        u = unit_of(pair.sequence, (pair.token - sequence(pair.sequence).token + before) / wide_step(), pair.head,
-                    wide_step());
-      } else {  // nothing for the second block but to bring its share
-        u.token += before;
-        u.position += before;
-        u.tokens = 0;
-      }
-      wide_[2 * at + rank] = item(u, u.first, u.last, (u.first - pair.first) | (pair.last - u.last) << 16);
-      wide_[2 * at + rank].flags = AttentionItem::kBegins | AttentionItem::kEnds;
-    }
+    return unit_of(s, n - 1 - rest % n, rest / n, wide_step());
   }
 
   QUARTZ_PLANNER_CALL AttentionItem item(const Unit& u, int begin, int end, int slot) const {
@@ -256,11 +236,14 @@ class AttentionPlanner {
     if (n == 0) return;
     if (n >= kManyWide) {
       QUARTZ_PLANNER_LOOP
-      for (int u = team_.rank(); u < n; u += team_.size()) write_pair(u, wide_pair(u));
+      for (int u = team_.rank(); u < n; u += team_.size()) {
+        const Unit unit = wide_unit(u);
+        wide_[u] = item(unit, unit.first, unit.last, 0);
+      }
       return;
     }
     QUARTZ_PLANNER_LOOP
-    for (int u = team_.rank(); u < n; u += team_.size()) wide_tiles_[u] = wide_pair(u).tiles();
+    for (int u = team_.rank(); u < n; u += team_.size()) wide_tiles_[u] = wide_unit(u).tiles();
     team_.sync();
     QUARTZ_PLANNER_LOOP
     for (int u = team_.rank(); u < n; u += team_.size()) {
@@ -269,7 +252,8 @@ class AttentionPlanner {
       for (int other = 0; other < n; ++other) {
         rank += wide_tiles_[other] > wide_tiles_[u] || (wide_tiles_[other] == wide_tiles_[u] && other < u) ? 1 : 0;
       }
-      write_pair(rank, wide_pair(u));
+      const Unit unit = wide_unit(u);
+      wide_[rank] = item(unit, unit.first, unit.last, 0);
     }
   }
 
@@ -555,7 +539,7 @@ class AttentionPlanner {
     return count;
   }
 
-  static constexpr int kManyWide = 512;
+  static constexpr int kManyWide = 1024;
   int piece_tiles_ = 4, idle_begin_ = 0;
 
   const Team& team_;
@@ -565,7 +549,7 @@ class AttentionPlanner {
   int count_;                                                     // of sequences, with that of the rows behind them
   int32_t *sums_, *token_, *queries_, *keys_;                     // for each sequence
   int32_t *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;  // for each sequence
-  int32_t *cut_, *slot_, *fold_, *piece_, *wide_tiles_;           // for each unit, or pair of wide ones
+  int32_t *cut_, *slot_, *fold_, *piece_, *wide_tiles_;           // for each unit
   Unit* blocks_;                                                  // split units of the first head
   AttentionItem *items_, *wide_;
   AttentionFold* folds_;

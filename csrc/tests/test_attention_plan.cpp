@@ -101,23 +101,8 @@ void check(const Plan& plan, const Lengths& lengths, int more_rows = 0) {
     units[{item.sequence, item.head, item.token, false}].push_back(item);
   }
   for (int i = 0; i < wide; ++i) {
-    const AttentionItem &lower = plan.wide()[2 * i], &upper = plan.wide()[2 * i + 1];
-    units[{lower.sequence, lower.head, lower.token, true}].push_back(lower);
-    if (upper.tokens > 0) units[{upper.sequence, upper.head, upper.token, true}].push_back(upper);
-    // Neighbours, which bring the same tiles.
-    const int step = 2 * (64 / plan.input.group);
-    EXPECT_EQ(lower.sequence, upper.sequence);
-    EXPECT_EQ(lower.head, upper.head);
-    EXPECT_EQ(lower.token + step, upper.token);
-    EXPECT_EQ(lower.position + step, upper.position);
-    EXPECT_EQ(lower.keys, upper.keys);
-    EXPECT_TRUE(upper.tokens == 0 || lower.tokens == step);
-    const auto loads = [](const AttentionItem& item) {
-      return std::pair{item.tile_begin - (item.slot & 0xffff), item.tile_end + (item.slot >> 16)};
-    };
-    EXPECT_EQ(loads(lower), loads(upper));
-    EXPECT_EQ(loads(lower).first, std::min(lower.tile_begin, upper.tile_begin));
-    EXPECT_EQ(loads(lower).second, std::max(lower.tile_end, upper.tile_end));
+    const AttentionItem& item = plan.wide()[i];
+    units[{item.sequence, item.head, item.token, true}].push_back(item);
   }
   std::map<Key, AttentionFold> fold_of;
   for (int i = 0; i < folds; ++i) {
@@ -300,9 +285,7 @@ TEST(AttentionPlan, BadLengthsStayWithinTheRoom) {
   ASSERT_LE(plan.words[kPlanAll], plan.room.items);
   ASSERT_LE(plan.words[kPlanWide], plan.room.wide);
   for (int i = 0; i < plan.words[kPlanAll]; ++i) inside(plan.items()[i]);
-  for (int i = 0; i < 2 * plan.words[kPlanWide]; ++i) {
-    if (plan.wide()[i].tokens > 0) inside(plan.wide()[i]);
-  }
+  for (int i = 0; i < plan.words[kPlanWide]; ++i) inside(plan.wide()[i]);
 }
 
 }  // namespace

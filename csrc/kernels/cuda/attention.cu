@@ -27,11 +27,11 @@ int log2_of(int64_t power) {
 
 int64_t padded_to_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Keys of a copy: the largest power of two, up to a limit, of which pages consist.
-int box_rows(const Attention& a, int most) {
-  if (a.block_table.data == nullptr) return most;
+// Keys of a copy: the largest power of two, up to a tile, of which pages consist.
+int box_rows(const Attention& a) {
+  if (a.block_table.data == nullptr) return kAttentionTile;
   int rows = 1;
-  while (rows < most && a.block_size % (2 * rows) == 0) rows *= 2;
+  while (rows < kAttentionTile && a.block_size % (2 * rows) == 0) rows *= 2;
   return rows;
 }
 
@@ -138,7 +138,8 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   p.causal = a.causal;
   // Several units that read the same keys.
   p.keep_keys = p.heads_per_key > 1 || room.keys_shared;
-  p.alternate = room.wide < 512;  // measured: pays while few blocks of queries share the keys in L2
+  // Measured: pays while few blocks of queries share the keys in L2, and always where a tile is little work.
+  p.alternate = d == 64 || room.wide < 1024;
   // p = ex2(c (s - max)): c counts the scale, unless a soft cap has already.
   const bool capped = a.soft_cap > 0.0f;
   p.c = capped ? static_cast<float>(kLog2E) : static_cast<float>(kLog2E * a.scale);
@@ -148,24 +149,21 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
 
   const bool full = a.window > 0 || capped || p.mask != nullptr;
   Maps maps{};
-  const auto take_boxes = [&](int most) {
-    const int rows = box_rows(a, most);
-    p.box_rows_log2 = log2_of(rows);
-    maps.key = key_map(a, a.k, a.k_strides, a.head_size, rows, extras);
-    maps.value = key_map(a, a.v, a.v_strides, a.value_size, rows, extras);
-  };
+  const int rows = box_rows(a);
+  p.box_rows_log2 = log2_of(rows);
+  maps.key = key_map(a, a.k, a.k_strides, a.head_size, rows, extras);
+  maps.value = key_map(a, a.v, a.v_strides, a.value_size, rows, extras);
   bool overlap = extras.overlap_previous;
   if (room.split_units > 0) {
     p.items = reinterpret_cast<const AttentionItem*>(words + room.items_at());
     p.counters = words + kPlanCounters;
     p.query_box = room.slot_rows;
-    take_boxes(kAttentionTile);
     maps.query = query_map(a, group, room.split_tokens);
     const Kind kind = full                  ? attention_kernels::kSplitFull
                       : room.slot_rows <= 8 ? attention_kernels::kOneRow
                                             : attention_kernels::kSplit;
     launch<T>(d, kind, maps, p, room.processors, overlap, stream);
-    if (room.folds > 0) attention_kernels::launch_fold<T>(d, p, room.folds, room.most_slots, stream);
+    if (room.folds > 0) attention_kernels::launch_fold<T>(d, p, room.folds, stream);
     overlap = true;  // what the wide kernel reads before it waits was complete before the split kernel
   }
   if (room.wide > 0) {
@@ -173,7 +171,6 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
     p.items = reinterpret_cast<const AttentionItem*>(words + room.wide_at());
     p.counters = words + kPlanCounters + 2;
     p.query_box = tokens * group;
-    take_boxes(kAttentionTile / attention_kernels::wide_blocks(d));  // the blocks of a cluster share a tile
     maps.query = query_map(a, group, tokens);
     launch<T>(d, full ? attention_kernels::kWideFull : attention_kernels::kWide, maps, p, room.processors, overlap,
               stream);

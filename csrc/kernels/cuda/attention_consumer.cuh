@@ -4,9 +4,6 @@
 #include "kernels/cuda/attention_numerics.cuh"
 #include "kernels/cuda/attention_tiles.cuh"
 
-#ifndef QUARTZ_NAN
-#define QUARTZ_NAN 1
-#endif
 namespace quartz::kernels::cuda::attention_kernels {
 
 // Which query the two rows of a lane's fragment belong to, in one register: token within the item and head within the
@@ -25,10 +22,7 @@ struct Consumer {
   static constexpr bool kSplitKind = KIND == kOneRow || KIND == kSplit || KIND == kSplitFull;
   static constexpr bool kFull = KIND == kSplitFull || KIND == kWideFull;
   static constexpr int kRows = KIND == kOneRow ? 1 : 2;  // of a lane that are computed
-#ifndef QUARTZ_OVERLAP
-#define QUARTZ_OVERLAP (D < 256)
-#endif
-  static constexpr bool kOverlap = QUARTZ_OVERLAP;  // values of a tile beside the scores of the next
+  static constexpr bool kOverlap = D < 256;              // values of a tile beside the scores of the next
   using L = Layout<D, kSplitKind>;
 
   const Params& p;
@@ -36,9 +30,7 @@ struct Consumer {
   uint32_t shared;
   int warpgroup, warp, lane, thread;  // warp, thread: within the warpgroup
   LaneRows rows;
-  // This lane's share of the folded chunks: in registers, then in shared and global memory, 32 apart.
-  float4 fold_kept[L::kFoldKept > 0 ? L::kFoldKept : 1];
-  float4 *fold_shared, *fold_global;
+  float4* fold;  // this lane's share of the folded chunks, 32 apart
   float s[64], o[D / 2];
   uint32_t probabilities[32];
   RowState state[2], total[2];
@@ -53,18 +45,12 @@ struct Consumer {
       const int row = first_row() + 8 * r;
       rows.set(r, row < tokens * group ? warpgroup * tokens + row / group : 255, row % group);
     }
-    fold_shared =
-        reinterpret_cast<float4*>(shared_memory + L::kFold + (warpgroup * 4 + warp) * 512 * L::kFoldShared) + lane;
-    if constexpr (L::kFoldGlobal > 0) {
-      fold_global = reinterpret_cast<float4*>(p.scratch) +
-                    ((static_cast<int64_t>(blockIdx.x) * L::kGroups + warpgroup) * 4 + warp) * 32 * L::kFoldGlobal +
-                    lane;
+    if constexpr (L::kFoldShared) {
+      fold = reinterpret_cast<float4*>(shared_memory + L::kFold + (warpgroup * 4 + warp) * 16 * D * 4) + lane;
+    } else {
+      fold = reinterpret_cast<float4*>(p.scratch) +
+             ((static_cast<int64_t>(blockIdx.x) * L::kGroups + warpgroup) * 4 + warp) * 4 * D + lane;
     }
-  }
-  QUARTZ_DEVICE float4& folded(int j) {  // j is a constant
-    if (j < L::kFoldKept) return fold_kept[j];
-    if (j < L::kFoldKept + L::kFoldShared) return fold_shared[(j - L::kFoldKept) * 32];
-    return fold_global[(j - L::kFoldKept - L::kFoldShared) * 32];
   }
 
   // Keys [low, high) of the two rows; those outside get minus infinity.
@@ -161,99 +147,6 @@ struct Consumer {
     named_barrier(3 + warpgroup, 128);
   }
 
-  // Whether a tile holds value rows that some rows of the item see and others do not, among which one is not finite:
-  // 0 x NaN would reach those. The same for all threads of the warpgroup.
-  QUARTZ_DEVICE bool has_hidden_nan(const AttentionItem& item, int tile, int stage) const {
-    const int key0 = tile * kTile, end = min(item.keys - key0, kTile);
-    // Not seen by the first query, or no longer by the last.
-    int begin = p.causal && item.tokens > 1 ? max(item.position + 1 - key0, 0) : kTile;
-    int low_end = kFull && p.window > 0 && item.tokens > 1 ? item.position + item.tokens - p.window - key0 : 0;
-    if (kFull && p.mask != nullptr) begin = 0;
-    if (begin >= end && low_end <= 0) return false;
-    const uint32_t from = shared + L::kValues + stage * L::kStageBytes;
-    uint32_t found = 0;
-    const auto scan = [&](int first, int last) {
-#pragma unroll 2
-      for (int i = first * 8 + thread; i < last * 8; i += 128) {
-#pragma unroll
-        for (int column = 0; column < L::kColumns; ++column) {
-          uint32_t word[4];
-          load_shared_16(word, from + column * L::kBoxBytes + i * 16);
-#pragma unroll
-          for (int w = 0; w < 4; ++w) found |= (word[w] & kExponents<T>)+kExponentUnits<T>;
-        }
-      }
-    };
-    scan(begin, end);
-    if constexpr (kFull) scan(0, min(low_end, end));
-    return any_of_barrier(3 + warpgroup, 128, (found & 0x80008000u) != 0);
-  }
-
-  QUARTZ_DEVICE bool is_hidden(int64_t at) const {
-    switch (p.mask_kind) {
-      case MaskKind::kVisible:
-        return static_cast<const uint8_t*>(p.mask)[at] == 0;
-      case MaskKind::kFloat32:
-        return static_cast<const float*>(p.mask)[at] == minus_infinity();
-      case MaskKind::kFloat16:
-        return to_float(static_cast<const Float16*>(p.mask)[at]) == minus_infinity();
-      default:
-        return to_float(static_cast<const BFloat16*>(p.mask)[at]) == minus_infinity();
-    }
-  }
-
-  // o += p v, each row with the value rows that it sees; the others count as zeros. Slow, and with the bits of the
-  // products of whole tiles: both are chains of steps of 16 keys.
-  QUARTZ_DEVICE void values_row_by_row(const AttentionItem& item, int tile, int stage, int accumulate) {
-    const uint32_t from = shared + L::kValues + stage * L::kStageBytes;
-    const int key0 = tile * kTile;
-    // In local memory, so that nothing of this takes registers from the usual way.
-    uint32_t weights[32];
-    float before[D / 2], after[D / 2];
-#pragma unroll
-    for (int i = 0; i < 32; ++i) weights[i] = probabilities[i];
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) before[i] = after[i] = accumulate != 0 ? o[i] : 0.0f;
-#pragma unroll 1
-    for (int row = 0; row < 16; ++row) {
-      const int place = warp * 16 + row, token = warpgroup * (64 / p.group) + place / p.group;
-      if (place >= 64 / p.group * p.group || token >= item.tokens) break;
-      const int position = item.position + token;
-      const int high = p.causal ? min(position + 1, item.keys) : item.keys;
-      const int low = kFull && p.window > 0 ? position + 1 - p.window : 0;
-      const int64_t base = kFull
-                               ? item.sequence * p.mask_batch + (item.head * p.group + place % p.group) * p.mask_head +
-                                     (item.token + token) * p.mask_query
-                               : 0;
-#pragma unroll 1
-      for (int j = 0; j < D / 8; ++j) {
-        const int n = 8 * j + lane / 4;
-        float sum[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[i] = before[4 * j + i];
-#pragma unroll 1
-        for (int step = 0; step < 8; ++step) {
-          uint32_t v[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int slot = 16 * step + 2 * (lane & 3) + i % 2 + i / 2 * 8, key = key0 + slot;
-            const uint32_t at = from + n / 64 * L::kBoxBytes + slot * 128 + ((n % 64 * 2) ^ (slot % 8 * 16));
-            bool seen = key >= low && key < high;
-            if (kFull && p.mask != nullptr && seen) seen = !is_hidden(base + key * p.mask_key);
-            v[i] = seen ? load_shared<uint16_t>(at) : 0;
-          }
-          product_16x8(T{}, sum, weights + 4 * step, v[0] | v[1] << 16, v[2] | v[3] << 16);
-        }
-        if (lane / 4 == row % 8) {
-          after[4 * j + row / 8 * 2] = sum[row / 8 * 2];
-          after[4 * j + row / 8 * 2 + 1] = sum[row / 8 * 2 + 1];
-        }
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < D / 2; ++i) o[i] = after[i];
-  }
-
   QUARTZ_DEVICE void softmax() {
     factor[0] = softmax_tile<0>(s, state[0], p.c);
     if constexpr (kRows == 2) factor[1] = softmax_tile<1>(s, state[1], p.c);
@@ -285,31 +178,25 @@ struct Consumer {
       total[1] = chunk[1];
       if (keep) return;
 #pragma unroll
-      for (int j = 0; j < D / 8; ++j) folded(j) = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
+      for (int j = 0; j < D / 8; ++j) fold[j * 32] = make_float4(o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]);
       return;
     }
     const FoldFactors low = fold_row(total[0], chunk[0].m, chunk[0].l, p.c);
     const FoldFactors high = fold_row(total[1], chunk[1].m, chunk[1].l, p.c);
-    constexpr int kAtOnce = D / 8 < 16 ? D / 8 : 16;  // so many loads are on their way together
 #pragma unroll
-    for (int begin = 0; begin < D / 8; begin += kAtOnce) {
-      float4 before[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) before[i] = folded(begin + i);
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const int j = begin + i;
-        const float4 x =
-            make_float4(fold_value(before[i].x, o[4 * j], low), fold_value(before[i].y, o[4 * j + 1], low),
-                        fold_value(before[i].z, o[4 * j + 2], high), fold_value(before[i].w, o[4 * j + 3], high));
-        if (keep) {
-          o[4 * j] = x.x;
-          o[4 * j + 1] = x.y;
-          o[4 * j + 2] = x.z;
-          o[4 * j + 3] = x.w;
-        } else {
-          folded(j) = x;
-        }
+    for (int j = 0; j < D / 8; ++j) {
+      float4 x = fold[j * 32];
+      x.x = fold_value(x.x, o[4 * j], low);
+      x.y = fold_value(x.y, o[4 * j + 1], low);
+      x.z = fold_value(x.z, o[4 * j + 2], high);
+      x.w = fold_value(x.w, o[4 * j + 3], high);
+      if (keep) {
+        o[4 * j] = x.x;
+        o[4 * j + 1] = x.y;
+        o[4 * j + 2] = x.z;
+        o[4 * j + 3] = x.w;
+      } else {
+        fold[j * 32] = x;
       }
     }
   }
@@ -386,27 +273,9 @@ struct Consumer {
     if (alternate && warpgroup == 1) arrive_named_barrier(1, 256);
     const uint32_t key0 = row_descriptor(shared + L::kKeys), value0 = value_descriptor(shared + L::kValues);
     constexpr uint32_t kStep = L::kStageBytes >> 4;
-    const auto release_queries = [&] {
-      if (lane == 0) barrier_arrive(queries.empty_barrier());
-      queries.next();
-    };
-    // Tells the producers of the cluster, since each of them writes into this block.
     const auto release = [&](auto& ring) {
-      if constexpr (L::kBlocks == 1) {
-        if (lane == 0) barrier_arrive(ring.empty_barrier());
-      } else {
-        if (lane < L::kBlocks) barrier_arrive_at(ring.empty_barrier(), lane);
-      }
+      if (lane == 0) barrier_arrive(ring.empty_barrier());
       ring.next();
-    };
-    // Tiles that only the other block of the cluster needs.
-    const auto skip = [&](int count) {
-      for (int i = 0; i < count; ++i) {
-        keys.wait_full();
-        release(keys);
-        value_ring.wait_full();
-        release(value_ring);
-      }
     };
     for (;;) {
       queries.wait_full();
@@ -424,7 +293,7 @@ struct Consumer {
       }
       const int flags = __shfl_sync(~0u, static_cast<int>(item.flags), 0);
       const bool begins = flags & AttentionItem::kBegins, ends = flags & AttentionItem::kEnds;
-      int next_chunk = AttentionChunks::of(tile_begin) + 1, chunks = 0, slot = item.slot, accumulate = 0;
+      int next_chunk = AttentionChunks::of(tile_begin) + 1, folded = 0, slot = item.slot, accumulate = 0;
       int boundary = AttentionChunks::begin(next_chunk);
       const uint32_t query = row_descriptor(shared + queries.stage * L::kQueryBytes + warpgroup * (64 * D * 2));
       state[0].reset();
@@ -432,7 +301,6 @@ struct Consumer {
       total[0].reset();
       total[1].reset();
 
-      if constexpr (L::kBlocks > 1) skip(slot & 0xffff);
       const auto make_probabilities = [&](int tile) {
         if constexpr (kFull) modify(item, tile * kTile, high);
         limit(tile * kTile, low, high);
@@ -443,7 +311,7 @@ struct Consumer {
         chunk[0].l = sum_of_lanes(chunk[0].l);
         chunk[1].l = sum_of_lanes(chunk[1].l);
         if (begins) {
-          fold_chunk(chunk, chunks++ == 0, false);
+          fold_chunk(chunk, folded++ == 0, false);
         } else if constexpr (kSplitKind) {
           write_partial(item, slot++, chunk);
         }
@@ -453,12 +321,6 @@ struct Consumer {
       const auto values_of = [&](int tile, bool clear) {
         value_ring.wait_full();
         if (clear) clear_values(item, tile, value_ring.stage);
-        if (QUARTZ_NAN && kRows == 2 && has_hidden_nan(item, tile, value_ring.stage)) {
-          products_wait<0>();
-          if constexpr (kOverlap) pin(s);
-          values_row_by_row(item, tile, value_ring.stage, accumulate);
-          return;
-        }
         products_fence();
         values<T, D>(o, probabilities, value0 + value_ring.stage * kStep, accumulate);
         products_commit();
@@ -503,7 +365,7 @@ struct Consumer {
             rescale();
           }
         }
-        release_queries();
+        release(queries);
         values_of(tile_end - 1, true);
         products_wait<0>();
         pin(o);
@@ -519,7 +381,12 @@ struct Consumer {
           pin(s);
           if (alternate) arrive_named_barrier(2 - warpgroup, 256);
           release(keys);
-          if (tile == tile_end - 1) release_queries();
+          if (tile == tile_end - 1) release(queries);
+          if (tile == boundary) {
+            finish_chunk(state);
+            state[0].reset();
+            state[1].reset();
+          }
           make_probabilities(tile);
           if (accumulate) rescale();
           round_probabilities();
@@ -528,18 +395,12 @@ struct Consumer {
           pin(o);
           release(value_ring);
           accumulate = 1;
-          if (tile + 1 == boundary && tile + 1 < tile_end) {  // here the registers of the scores are free
-            finish_chunk(state);
-            state[0].reset();
-            state[1].reset();
-          }
         }
       }
 
-      if constexpr (L::kBlocks > 1) skip(slot >> 16);
       state[0].l = sum_of_lanes(state[0].l);
       state[1].l = sum_of_lanes(state[1].l);
-      fold_chunk(state, chunks == 0, true);
+      fold_chunk(state, folded == 0, true);
       if (kSplitKind && !(begins && ends)) {
         write_partial(item, slot, total);
       } else {

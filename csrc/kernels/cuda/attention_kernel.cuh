@@ -1,7 +1,6 @@
 // The attention kernel. One producer warp brings tiles into shared memory, one or two warpgroups of 64 query rows
-// compute on them. Split kinds: one warpgroup, the plan's split items; wide kinds: two, its wide items, in clusters of
-// two blocks that work on neighbouring blocks of queries and share the keys and values: each brings half of a tile to
-// both. All run the same arithmetic on the same fragments.
+// compute on them. Split kinds: one warpgroup, the plan's split items; wide kinds: two, its wide items. Both run the
+// same arithmetic on the same fragments.
 #pragma once
 
 #include "kernels/cuda/attention_consumer.cuh"
@@ -14,8 +13,7 @@ __global__ void __launch_bounds__((Layout<D, KIND <= kSplitFull>::kThreads), 1)
     attention_kernel(const __grid_constant__ CUtensorMap query_map, const __grid_constant__ CUtensorMap key_map,
                      const __grid_constant__ CUtensorMap value_map, const __grid_constant__ Params p) {
   constexpr bool kSplits = KIND <= kSplitFull, kIsFull = KIND == kSplitFull || KIND == kWideFull;
-  constexpr bool kTight =
-      D == 256 || kIsFull || QUARTZ_KEPT > 0;  // the consumers need more, and the producer spills a little
+  constexpr bool kTight = D == 256 || kIsFull;  // the consumers need more, and the producer spills a little
   using L = Layout<D, kSplits>;
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t shared = shared_address(shared_memory);
@@ -25,17 +23,13 @@ __global__ void __launch_bounds__((Layout<D, KIND <= kSplitFull>::kThreads), 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < L::kStages; ++i) {
       barrier_init(keys + 8 * i, 1);
-      barrier_init(keys + 8 * (L::kStages + i), L::kUsers);
+      barrier_init(keys + 8 * (L::kStages + i), L::kGroups * 4);
       barrier_init(values + 8 * i, 1);
-      barrier_init(values + 8 * (L::kStages + i), L::kUsers);
+      barrier_init(values + 8 * (L::kStages + i), L::kGroups * 4);
     }
     for (int i = 0; i < L::kQueryBuffers; ++i) {
       barrier_init(queries + 8 * i, 1);
       barrier_init(queries + 8 * (L::kQueryBuffers + i), L::kGroups * 4);
-    }
-    if constexpr (L::kBlocks > 1) {
-      barrier_init(shared + L::kMail, 1);
-      barrier_init(shared + L::kMail + 8, 1);
     }
     barrier_init_done();
   }
@@ -45,24 +39,12 @@ __global__ void __launch_bounds__((Layout<D, KIND <= kSplitFull>::kThreads), 1)
     prefetch_map(query_map);
   }
   let_next_kernel_start();
-  if constexpr (L::kBlocks == 1) {
-    __syncthreads();
-  } else {
-    cluster_sync();  // the other block's barriers too
-  }
+  __syncthreads();
   if (warp >= L::kGroups * 4) {
     if constexpr (!kSplits) give_registers<kTight ? 40 : 56>();
     if (warp == L::kGroups * 4) {
-      Producer<D, kSplits, kIsFull> producer{p,
-                                             query_map,
-                                             key_map,
-                                             value_map,
-                                             shared,
-                                             items,
-                                             lane,
-                                             kSplits ? evict_first_policy() : 0,
-                                             64 / p.group,
-                                             L::kBlocks == 1 ? 0 : static_cast<int>(cluster_rank())};
+      Producer<D, kSplits, kIsFull> producer{
+          p, query_map, key_map, value_map, shared, items, lane, kSplits ? evict_first_policy() : 0, 64 / p.group};
       producer.run(keys, values, queries);
     }
   } else {
@@ -70,10 +52,6 @@ __global__ void __launch_bounds__((Layout<D, KIND <= kSplitFull>::kThreads), 1)
     Consumer<T, D, KIND> consumer{
         p, shared_memory, shared, kSplits ? 0 : warp / 4, warp % 4, lane, static_cast<int>(threadIdx.x % 128)};
     consumer.run(keys, values, queries, items);
-  }
-  if constexpr (L::kBlocks > 1) {  // nothing may arrive at a block that has ended
-    __syncwarp();
-    cluster_sync();
   }
 }
 
@@ -86,22 +64,15 @@ void launch_kind(const Maps& maps, const Params& p, int blocks, bool overlap, cu
   static std::atomic<uint64_t> prepared{0};  // a bit a device
   allow_shared_bytes(kernel, L::kSize, prepared);
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(std::max(blocks / L::kBlocks, 1) * L::kBlocks);
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(L::kThreads);
   config.dynamicSmemBytes = L::kSize;
   config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  if (overlap) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (L::kBlocks > 1) {
-    cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {L::kBlocks, 1, 1};
-  }
-  config.attrs = attributes;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, maps.query, maps.key, maps.value, p), "attention");
 }
 

@@ -4,7 +4,6 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -13,12 +12,6 @@
 #include "kernels/dtype.h"
 
 namespace quartz::kernels::cuda::attention_kernels {
-
-#ifndef QUARTZ_CLUSTER
-#define QUARTZ_CLUSTER 1
-#endif
-// Blocks of the wide kernel that share what they bring, by head size.
-constexpr int wide_blocks(int d) { return QUARTZ_CLUSTER; }
 
 struct Params {
   const int32_t* plan;  // its words
@@ -61,8 +54,8 @@ struct Maps {
 template <class T, int D>
 void launch(Kind kind, const Maps& maps, const Params& p, int blocks, bool overlap, cudaStream_t stream);
 
-// Folds the partial results of the split kernel. `folds`, `most_slots`: of the plan.
+// Folds the partial results of the split kernel. `folds`: of the plan.
 template <class T>
-void launch_fold(int d, const Params& p, int64_t folds, int64_t most_slots, cudaStream_t stream);
+void launch_fold(int d, const Params& p, int64_t folds, cudaStream_t stream);
 
 }  // namespace quartz::kernels::cuda::attention_kernels

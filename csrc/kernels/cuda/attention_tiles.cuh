@@ -10,34 +10,24 @@ namespace quartz::kernels::cuda::attention_kernels {
 
 constexpr int kTile = kAttentionTile;
 
-#ifndef QUARTZ_KEPT
-#define QUARTZ_KEPT 0
-#endif
 // Shared memory of a block, in bytes.
 template <int D, bool SPLIT>
 struct Layout {
-  static constexpr int kGroups = SPLIT ? 1 : 2;               // warpgroups of 64 rows
-  static constexpr int kBlocks = SPLIT ? 1 : wide_blocks(D);  // of a cluster
-  static constexpr int kUsers = kBlocks * kGroups * 4;        // warps that read a tile
-  static constexpr int kColumns = D / 64;                     // boxes of 64 columns, 128 bytes wide
-  static constexpr int kBoxBytes = kTile * 128;               // of keys or values
+  static constexpr int kGroups = SPLIT ? 1 : 2;  // warpgroups of 64 rows
+  static constexpr int kColumns = D / 64;        // boxes of 64 columns, 128 bytes wide
+  static constexpr int kBoxBytes = kTile * 128;  // of keys or values
   static constexpr int kStageBytes = kColumns * kBoxBytes;
-  static constexpr int kStages = D == 64 ? (SPLIT ? 5 : 4) : D == 128 ? (!SPLIT && QUARTZ_KEPT == 16 ? 3 : 2) : 1;
+  static constexpr int kStages = D == 64 ? (SPLIT ? 5 : 4) : D == 128 ? 2 : 1;
   static constexpr int kQueryBytes = kGroups * 64 * D * 2;
   static constexpr int kQueryBuffers = SPLIT && D < 256 ? 2 : 1;
-  static constexpr int kItemBuffers = 4;  // an item is read until its last result is written
-  // Where a lane keeps the folded chunks of its two rows, in float4: registers, shared memory, and the rest in global
-  // memory.
-  static constexpr int kFoldKept = SPLIT || D == 256 ? 0 : QUARTZ_KEPT;
-  static constexpr int kFoldShared = D < 256 || SPLIT ? D / 8 - kFoldKept : 8;
-  static constexpr int kFoldGlobal = D / 8 - kFoldKept - kFoldShared;
-  static constexpr int kFoldBytes = kGroups * 128 * 16 * kFoldShared;
+  static constexpr int kItemBuffers = 4;                 // an item is read until its last result is written
+  static constexpr bool kFoldShared = D < 256 || SPLIT;  // else in global memory
+  static constexpr int kFoldBytes = kGroups * 64 * D * 4;
   static constexpr int kKeys = kQueryBuffers * kQueryBytes;
   static constexpr int kValues = kKeys + kStages * kStageBytes;
   static constexpr int kFold = kValues + kStages * kStageBytes;
-  static constexpr int kBarriers = kFold + kFoldBytes;
-  static constexpr int kMail = kBarriers + 16 * (2 * kStages + kQueryBuffers);  // two barriers and a word
-  static constexpr int kItems = kMail + 32;
+  static constexpr int kBarriers = kFold + (kFoldShared ? kFoldBytes : 0);
+  static constexpr int kItems = kBarriers + 16 * (2 * kStages + kQueryBuffers);
   static constexpr int kSize = kItems + 32 * kItemBuffers;
   static constexpr int kThreads = SPLIT ? 160 : 384;
   static_assert(kItems % 32 == 0 || kItems % 16 == 0);
