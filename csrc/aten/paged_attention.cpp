@@ -135,12 +135,7 @@ at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& key_cache,
   a.causal = causal;
   a.window = window.value_or(0);
   if (sink_logits.defined()) a.sinks = sink_logits.const_data_ptr<float>();
-  if (on_gpu(query)) {
-    // Other sizes gave wrong results in the last test on a GPU (docs/benchmarks.md): refused until that is understood.
-    const int64_t size = key_cache.size(1);
-    TORCH_CHECK_NOT_IMPLEMENTED(size >= 16 && (size & (size - 1)) == 0, op, ": in the memory of a GPU the block size ",
-                                "of the caches must be a power of two from 16 on, got ", size);
-  } else {
+  if (!on_gpu(query)) {
     check_sequences(op, a, query.size(0), key_cache.size(0), block_tables.size(1));
     const int64_t used = a.query_starts[sequences];
     if (used < query.size(0)) out.narrow(0, used, query.size(0) - used).zero_();  // rows of no sequence

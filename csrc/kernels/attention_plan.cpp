@@ -9,6 +9,8 @@ namespace {
 
 // Rows of partial results that a call may use at most (128 MB at head size 128); beyond, units stay whole.
 constexpr int64_t kMostPartialRows = 262144;
+// Units of so many keys are not cut where there is one for each processor.
+constexpr int kShortKeys = 1024;
 
 struct OneThread {
   int rank() const { return 0; }
@@ -16,7 +18,11 @@ struct OneThread {
   void sync() const {}
   void add(int32_t* to, int32_t value) const { *to += value; }
   void max(int32_t* to, int32_t value) const { *to = std::max(*to, value); }
-  void min(int32_t* to, int32_t value) const { *to = std::min(*to, value); }
+  template <class Predicate>
+  int first(int from, const Predicate& holds) const {
+    while (!holds(from)) ++from;
+    return from;
+  }
   void scan(int32_t* counts, int n) const {
     int32_t sum = 0;
     for (int i = 0; i < n; ++i) {
@@ -75,7 +81,9 @@ AttentionPlanRoom attention_plan_room(AttentionPlanInput& input) {
     const int64_t chunks = AttentionChunks::of(static_cast<int>((keys + 127) / 128)) + 1;
     room.slot_rows = room.split_tokens * input.group;
     room.items = 2 * input.processors + 3 * room.split_units + 2048;
-    room.folds = chunks > 1 ? std::min(room.split_units, 3 * input.processors) : 0;  // one chunk is never cut
+    // One chunk is never cut. Nor are short units, if they are enough for all processors: folding would cost more.
+    const bool whole = chunks == 1 || (input.keys <= kShortKeys && sequences * heads >= input.processors);
+    room.folds = whole ? 0 : std::min(room.split_units, 3 * input.processors);
     room.most_slots = static_cast<int32_t>(chunks + 1);
     room.slots = static_cast<int32_t>(std::min<int64_t>(room.folds * (chunks + 1), kMostPartialRows / room.slot_rows));
   }

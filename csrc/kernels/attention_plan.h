@@ -4,8 +4,9 @@
 //
 // A unit is one key-value head of one sequence with a block of consecutive query tokens; its rows are tokens x query
 // heads. Sequences of many rows go to the wide kernel (128 rows a unit), which takes each unit whole, longest first.
-// The others go to the split kernel (64 rows a unit). There a unit may be cut: its first item folds a prefix of its
-// chunks, each other chunk is written out, and a second small kernel folds them in order.
+// The others go to the split kernel (64 rows a unit). There a unit may be cut:
+// its first item folds a prefix of its chunks, each other chunk is written out, and a second small kernel folds them in
+// order.
 //
 // The plan is made where the lengths are: by one block of threads on the GPU, so that nothing waits for the host and a
 // captured graph plans anew at each replay, or by one thread of the host.
@@ -50,7 +51,7 @@ struct alignas(32) AttentionItem {
   int32_t slot;  // of the first partial result that it writes
 };
 
-// Slots [slot, slot + slots) hold a unit's folded prefix and then its other chunks in order.
+// Slots [slot, slot + slots) hold a unit's folded prefix and then its other chunks in order. No slots: nothing to fold.
 struct alignas(32) AttentionFold {
   int32_t sequence, head, token, tokens, slot, slots, unused[2];
 };
@@ -88,7 +89,7 @@ struct AttentionPlanRoom {
   QUARTZ_HD int64_t folds_at() const { return wide_at() + int64_t{8} * wide; }
   QUARTZ_HD int64_t scratch_at() const { return folds_at() + int64_t{8} * folds; }
   QUARTZ_HD int64_t scratch() const {
-    return 8 + int64_t{5} * (sequences + 2) + int64_t{13} * (split_units + 2) + wide;
+    return 8 + int64_t{8} * (sequences + 2) + int64_t{12} * (split_units + 2) + wide;
   }
   QUARTZ_HD int64_t words() const { return scratch_at() + scratch(); }
 };

@@ -18,8 +18,8 @@
 
 namespace quartz::kernels {
 
-// Team: rank(), size(), sync(), scan(int32_t* counts, n) (exclusive, in place, counts[n] becomes the sum; with
-// barriers).
+// Team: rank(), size(), sync(), first(from, predicate): the least number that it holds for; scan(int32_t* counts, n)
+// (exclusive, in place, counts[n] becomes the sum; with barriers).
 template <class Team>
 class AttentionPlanner {
  public:
@@ -33,18 +33,20 @@ class AttentionPlanner {
       return taken;
     };
     sums_ = take(8);
+    token_ = take(count_ + 2);
+    queries_ = take(count_ + 2);
+    keys_ = take(count_ + 2);
     tiles_ = take(count_ + 2);
     order_ = take(count_ + 2);
     split_begin_ = take(count_ + 2);
     wide_begin_ = take(count_ + 2);
     kind_ = take(count_ + 2);
-    unit_begin_ = take(room.split_units + 2);
     cut_ = take(room.split_units + 2);
     slot_ = take(room.split_units + 2);
     fold_ = take(room.split_units + 2);
     piece_ = take(room.split_units + 2);
     wide_tiles_ = take(room.wide);
-    units_ = reinterpret_cast<Unit*>(take(int64_t{8} * room.split_units));
+    blocks_ = reinterpret_cast<Unit*>(take(int64_t{8} * (room.split_units / input.heads)));
     items_ = reinterpret_cast<AttentionItem*>(words + room.items_at());
     wide_ = reinterpret_cast<AttentionItem*>(words + room.wide_at());
     folds_ = reinterpret_cast<AttentionFold*>(words + room.folds_at());
@@ -55,9 +57,11 @@ class AttentionPlanner {
     for (int i = team_.rank(); i < 16; i += team_.size()) words_[i] = 0;
     QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i < 8; i += team_.size()) sums_[i] = 0;
+    read_lengths();
     QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i <= in_.processors; i += team_.size()) words_[room_.offsets_at() + i] = 0;
     team_.sync();
+    if (room_.wide == 0 && few_units()) return;
     classify();
     sort_sequences();
     plan_wide();
@@ -67,7 +71,7 @@ class AttentionPlanner {
  private:
   using Chunks = AttentionChunks;
   enum SequenceKind { kNothing, kSplit, kWide, kEither };
-  enum Sum { kWideTiles, kLongest, kSplitTiles };
+  enum Sum { kWideTiles, kLongest, kSplitTiles, kTiles };
 
   struct Sequence {
     int token, queries, keys, position;
@@ -85,21 +89,27 @@ class AttentionPlanner {
   QUARTZ_PLANNER int split_step() const { return room_.split_tokens; }
   QUARTZ_PLANNER int wide_step() const { return 2 * (64 / in_.group); }
 
-  // Lengths out of bounds are brought within: on the GPU nobody can report them.
-  QUARTZ_PLANNER_CALL Sequence sequence(int s) const {
+  // Lengths out of bounds are brought within: on the GPU nobody can report them. The rows that belong to no sequence
+  // are one without keys, so that they become zeros.
+  QUARTZ_PLANNER void read_lengths() {
+    if (in_.query_starts.data == nullptr) return;
+    QUARTZ_PLANNER_LOOP
+    for (int s = team_.rank(); s < count_; s += team_.size()) {
+      const bool none = s == in_.sequences;
+      const int begin = clamp(in_.query_starts[s], 0, in_.queries);
+      const int end = none ? in_.queries : clamp(in_.query_starts[s + 1], begin, in_.queries);
+      token_[s] = begin;
+      queries_[s] = end - begin;
+      keys_[s] = none ? 0 : clamp(in_.key_counts[s], 0, in_.keys);
+    }
+  }
+  QUARTZ_PLANNER Sequence sequence(int s) const {
     if (in_.query_starts.data == nullptr) {
       const int begin = in_.key_begin.data != nullptr ? clamp(in_.key_begin[s], -kMostDropped, in_.keys) : 0;
       const int end = in_.key_end.data != nullptr ? clamp(in_.key_end[s], 0, in_.keys) : in_.keys;
       return {0, in_.queries, higher(0, end - begin), in_.query_offset - begin};
     }
-    if (s == in_.sequences) {  // rows that belong to none: without keys, so that they become zeros
-      const int used = clamp(in_.query_starts[s], 0, in_.queries);
-      return {used, in_.queries - used, 0, 0};
-    }
-    const int begin = clamp(in_.query_starts[s], 0, in_.queries),
-              end = clamp(in_.query_starts[s + 1], begin, in_.queries);
-    const int keys = clamp(in_.key_counts[s], 0, in_.keys);
-    return {begin, end - begin, keys, keys - (end - begin)};
+    return {token_[s], queries_[s], keys_[s], s == in_.sequences ? 0 : keys_[s] - queries_[s]};
   }
 
   QUARTZ_PLANNER_CALL Unit unit_of(int s, int block, int head, int step) const {
@@ -191,9 +201,15 @@ class AttentionPlanner {
     return low;
   }
 
-  QUARTZ_PLANNER Unit make_split_unit(int u) const {
-    const int i = find(split_begin_, count_, u), rest = u - split_begin_[i];
-    return unit_of(order_[i], rest / in_.heads, rest % in_.heads, split_step());
+  // The tiles of a split unit are the same for all heads, so that only one is kept for them.
+  QUARTZ_PLANNER Unit make_block(int block) const {
+    const int i = find(split_begin_, count_, block * in_.heads);
+    return unit_of(order_[i], block - split_begin_[i] / in_.heads, 0, split_step());
+  }
+  QUARTZ_PLANNER Unit split_unit(int u) const {
+    Unit unit = blocks_[u / in_.heads];
+    unit.head = u % in_.heads;
+    return unit;
   }
   // Of many: the blocks of one head after another, the longest first, so that few keys are in use at a time.
   QUARTZ_PLANNER_CALL Unit wide_unit(int u) const {
@@ -255,25 +271,150 @@ class AttentionPlanner {
   QUARTZ_PLANNER void plan_split() {
     const int n = lower(split_begin_[count_], room_.split_units);
     if (n == 0) return;
+    const int count = n / in_.heads;
+    QUARTZ_PLANNER_LOOP
+    for (int i = team_.rank(); i < count; i += team_.size()) keep_block(i, make_block(i));
+    team_.sync();
+    if (n <= in_.processors && one_wave(count)) return;
+    if (n > in_.processors && room_.folds == 0) return whole_units(n);
+    team_.sync();
+    QUARTZ_PLANNER_LOOP
+    for (int i = team_.rank(); i < count; i += team_.size()) team_.add(sums_ + kTiles, piece_[i]);
+    team_.sync();
+    shared_tails(n, int64_t{sums_[kTiles]} * in_.heads);
+  }
+  QUARTZ_PLANNER void keep_block(int i, const Unit& block) {
+    blocks_[i] = block;
+    piece_[i] = block.tiles();
+    slot_[i] = chunks_of(block);
+  }
+
+  // The usual step of decoding: few sequences, none of them for the wide kernel. Their order does not matter, and each
+  // thread walks along all of them, so that few barriers are needed.
+  QUARTZ_PLANNER bool few_units() {
+    constexpr int kFew = 64;
+    if (count_ > kFew) return false;
+    const int most = lower(in_.processors, room_.split_units);
+    int count = 0;
+    QUARTZ_PLANNER_LOOP
+    for (int s = 0; s < count_; ++s) {
+      const int of_sequence = blocks(sequence(s).queries, split_step());
+      if (s % team_.size() == team_.rank() && (count + of_sequence) * in_.heads <= most) {
+        QUARTZ_PLANNER_LOOP
+        for (int i = 0; i < of_sequence; ++i) keep_block(count + i, unit_of(s, i, 0, split_step()));
+      }
+      count += of_sequence;
+      if (count * in_.heads > most) return false;
+    }
+    team_.sync();
+    return one_wave(count);
+  }
+
+  static QUARTZ_PLANNER int chunks_of(const Unit& u) { return Chunks::of(u.last - 1) - Chunks::of(u.first) + 1; }
+
+  // Few units: each is cut into equal parts, one for each processor, whose tiles are as few as that permits.
+  QUARTZ_PLANNER int parts_of(int block, int target) const {
+    return room_.folds == 0 ? 1 : lower((piece_[block] + target - 1) / target, slot_[block]);
+  }
+  // Where part i of `parts` begins; the first is not empty.
+  static QUARTZ_PLANNER_CALL int part_begin(const Unit& u, int i, int parts) {
+    if (i <= 0) return u.first;
+    if (i >= parts) return u.last;
+    if (parts == chunks_of(u)) return Chunks::begin(Chunks::of(u.first) + i);
+    const int ideal = u.first + u.tiles() * i / parts;  // no overflow: at most 2^23 tiles and a part for each processor
+    return higher(boundary(u, ideal, false), Chunks::begin(Chunks::of(u.first) + 1));
+  }
+  QUARTZ_PLANNER bool one_wave(int count) {
+    int tiles = 0;  // few units: no overflow
+    QUARTZ_PLANNER_LOOP
+    for (int i = 0; i < count; ++i) tiles += piece_[i];
+    tiles *= in_.heads;
+    const int least = higher(1, (tiles + in_.processors - 1) / in_.processors);
+    // With the longest as the target each unit has one part.
+    const int target = team_.first(least, [&](int target) {
+      int parts = 0;
+      QUARTZ_PLANNER_LOOP
+      for (int i = 0; i < count; ++i) parts += parts_of(i, target);
+      return parts * in_.heads <= in_.processors;
+    });
+    if (room_.folds > 0 && target > least + least / 4 + 4) return false;  // some processors would have little to do
+
+    int32_t* const offsets = words_ + room_.offsets_at();
+    QUARTZ_PLANNER_LOOP
+    for (int i = team_.rank(); i <= in_.processors; i += team_.size()) {
+      offsets[i] = in_.processors;
+      if (i == in_.processors) {
+        words_[kPlanStatic] = words_[kPlanAll] = i;
+        break;
+      }
+      items_[i].sequence = -1;
+      int before = 0, slots = 0;  // parts and slots of the blocks before
+      QUARTZ_PLANNER_LOOP
+      for (int b = 0; b < count; ++b) {
+        const int parts = parts_of(b, target), of_head = parts > 1 ? slot_[b] + 1 : 0;
+        if (i < before + parts * in_.heads) {
+          write_part(b, (i - before) / parts, (i - before) % parts, i, parts, slots, of_head);
+          break;
+        }
+        before += parts * in_.heads;
+        slots += of_head * in_.heads;
+      }
+    }
+    return true;
+  }
+  // Part `part` of a unit as item i. The first also writes the unit's fold.
+  QUARTZ_PLANNER_CALL void write_part(int block, int head, int part, int i, int parts, int slots, int of_head) {
+    Unit unit = blocks_[block];
+    unit.head = head;
+    if (slots + of_head * in_.heads > room_.slots) parts = 1;
+    const int from = part_begin(unit, part, parts), to = part_begin(unit, part + 1, parts);
+    const int cut = part == 0 ? to : part_begin(unit, 1, parts), first_slot = slots + head * of_head;
+    if (from < to) {
+      items_[i] = item(unit, from, to,
+                       parts == 1  ? 0
+                       : part == 0 ? first_slot
+                                   : first_slot + 1 + Chunks::of(from) - Chunks::of(cut));
+    }
+    if (part > 0 || room_.folds == 0) return;
+    const int u = block * in_.heads + head;
+    if (cut < unit.last) {
+      folds_[u] = {unit.sequence, unit.head,  unit.token,
+                   unit.tokens,   first_slot, 2 + Chunks::of(unit.last - 1) - Chunks::of(cut),
+                   {0, 0}};
+      team_.max(words_ + kPlanFolds, u + 1);
+    } else {
+      folds_[u] = {unit.sequence, unit.head, unit.token, 0, 0, 0, {0, 0}};  // not cut
+    }
+  }
+
+  // More units than processors, none of which may be cut: they are dealt in turns, back and forth.
+  QUARTZ_PLANNER void whole_units(int n) {
+    const int processors = in_.processors, rounds = (n + processors - 1) / processors;
+    const int rest = n - (rounds - 1) * processors;  // of the last round
+    const auto before = [&](int processor) {         // items behind the first of the processors before this one
+      const int of_last = rounds % 2 == 1 ? lower(processor, rest) : higher(0, processor - (processors - rest));
+      return processor * (rounds - 2) + of_last;
+    };
     QUARTZ_PLANNER_LOOP
     for (int u = team_.rank(); u < n; u += team_.size()) {
-      units_[u] = make_split_unit(u);
-      unit_begin_[u] = units_[u].tiles();
+      const int round = u / processors, place = u % processors;
+      const int processor = round % 2 == 0 ? place : processors - 1 - place;
+      const Unit unit = split_unit(u);
+      items_[round == 0 ? processor : processors + before(processor) + round - 1] =
+          item(unit, unit.first, unit.last, 0);
     }
-    team_.scan(unit_begin_, n);
-    const int64_t tiles = unit_begin_[n];
-    if (tiles < int64_t{kEvenTiles} * in_.processors) {
-      even_runs(n, tiles);
-    } else {
-      shared_tails(n, tiles);
+    QUARTZ_PLANNER_LOOP
+    for (int i = team_.rank(); i <= processors; i += team_.size()) {
+      words_[room_.offsets_at() + i] = processors + before(i);
     }
+    if (team_.rank() == 0) words_[kPlanStatic] = words_[kPlanAll] = n;
   }
 
   // Gives slots and folds to the units with cut_ < last, as far as there is room; the others become whole again.
   QUARTZ_PLANNER void give_slots(int n) {
     QUARTZ_PLANNER_LOOP
     for (int u = team_.rank(); u < n; u += team_.size()) {
-      const Unit& unit = units_[u];
+      const Unit unit = split_unit(u);
       const bool cut = cut_[u] < unit.last;
       slot_[u] = cut ? 2 + Chunks::of(unit.last - 1) - Chunks::of(cut_[u]) : 0;
       fold_[u] = cut ? 1 : 0;
@@ -284,7 +425,7 @@ class AttentionPlanner {
     for (int u = team_.rank(); u < n; u += team_.size()) {
       const int slots = slot_[u + 1] - slot_[u];
       if (slots == 0) continue;
-      const Unit& unit = units_[u];
+      const Unit unit = split_unit(u);
       if (slot_[u + 1] > room_.slots || fold_[u + 1] > room_.folds) {
         cut_[u] = unit.last;
       } else {
@@ -299,70 +440,7 @@ class AttentionPlanner {
     return begin == unit.first ? slot_[u] : slot_[u] + 1 + Chunks::of(begin) - Chunks::of(cut_[u]);
   }
 
-  // Few tiles: all units in a row, cut into equal runs at the nearest boundaries of chunks.
-  QUARTZ_PLANNER_CALL int even_end(int n, int64_t tiles, int processor) const {
-    if (processor + 1 >= in_.processors) return static_cast<int>(tiles);
-    const int ideal = (processor + 1) * static_cast<int>(tiles) / in_.processors;  // few tiles: no overflow
-    const int u = find(unit_begin_, n, ideal);
-    const Unit& unit = units_[u];
-    return unit_begin_[u] + boundary(unit, unit.first + ideal - unit_begin_[u], false) - unit.first;
-  }
-  QUARTZ_PLANNER void even_runs(int n, int64_t tiles) {
-    int32_t* const offsets = words_ + room_.offsets_at();
-    QUARTZ_PLANNER_LOOP
-    for (int u = team_.rank(); u < n; u += team_.size()) cut_[u] = units_[u].last;
-    team_.sync();
-    QUARTZ_PLANNER_LOOP
-    for (int i = team_.rank(); i + 1 < in_.processors; i += team_.size()) {
-      const int end = even_end(n, tiles, i);
-      if (end >= tiles) continue;
-      const int u = find(unit_begin_, n, end);
-      if (end > unit_begin_[u]) team_.min(cut_ + u, units_[u].first + end - unit_begin_[u]);
-    }
-    team_.sync();
-    give_slots(n);
-    // Two passes: how many items each processor has after its first, then the items.
-    QUARTZ_PLANNER_LOOP
-    for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
-      const int count = run_of(n, tiles, i, -1);
-      offsets[i] = count > 1 ? count - 1 : 0;
-    }
-    team_.scan(offsets, in_.processors);
-    QUARTZ_PLANNER_LOOP
-    for (int i = team_.rank(); i < in_.processors; i += team_.size()) {
-      run_of(n, tiles, i, in_.processors + offsets[i]);
-    }
-    team_.sync();
-    QUARTZ_PLANNER_LOOP
-    for (int i = team_.rank(); i <= in_.processors; i += team_.size()) {
-      offsets[i] += in_.processors;
-      if (i == in_.processors) words_[kPlanStatic] = words_[kPlanAll] = offsets[i];
-    }
-  }
-  // The items of a processor's run: counts them, and writes them if `at` (place of the second) is not negative. A unit
-  // that stays whole belongs to the run in which it begins.
-  QUARTZ_PLANNER_CALL int run_of(int n, int64_t tiles, int processor, int at) {
-    const int begin = processor == 0 ? 0 : even_end(n, tiles, processor - 1), end = even_end(n, tiles, processor);
-    int count = 0;
-    if (begin < end) {
-      QUARTZ_PLANNER_LOOP
-      for (int u = find(unit_begin_, n, begin); u < n && unit_begin_[u] < end; ++u) {
-        const Unit& unit = units_[u];
-        int from = unit.first + higher(0, begin - unit_begin_[u]);
-        int to = lower(unit.last, unit.first + end - unit_begin_[u]);
-        if (cut_[u] >= unit.last) {
-          if (from > unit.first) continue;
-          to = unit.last;
-        }
-        if (at >= 0) items_[count == 0 ? processor : at + count - 1] = item(unit, from, to, slot_of(u, unit, from));
-        ++count;
-      }
-    }
-    if (count == 0 && at >= 0) items_[processor].sequence = -1;
-    return count;
-  }
-
-  // Many tiles: the units, longest first, go to the processors in turns, back and forth. A processor keeps what fits
+  // The units, longest first, go to the processors in turns, back and forth. A processor keeps what fits
   // into its room, the last of it cut at a boundary; the rest is shared in pieces by those that finish first.
   QUARTZ_PLANNER int snake(int processor, int round) const {
     return round * in_.processors + (round % 2 == 0 ? processor : in_.processors - 1 - processor);
@@ -379,7 +457,7 @@ class AttentionPlanner {
       for (int round = 0; round < rounds; ++round) {
         const int u = snake(i, round);
         if (u >= n) continue;
-        const Unit& unit = units_[u];
+        const Unit unit = split_unit(u);
         const float left = room - load;
         int end = unit.last;
         if (static_cast<float>(unit.tiles()) > left + 1.0f) {
@@ -413,7 +491,7 @@ class AttentionPlanner {
       for (int round = 0; round < rounds; ++round) {
         const int u = snake(i, round);
         if (u >= n || piece_[u] == 0) continue;
-        const Unit& unit = units_[u];
+        const Unit unit = split_unit(u);
         const int at = count == 0 ? i : in_.processors + offsets[i] + count - 1;
         items_[at] = item(unit, unit.first, cut_[u], slot_of(u, unit, unit.first));
         ++count;
@@ -421,54 +499,62 @@ class AttentionPlanner {
       if (count == 0) items_[i].sequence = -1;
     }
     team_.sync();
-    // The pieces: what lies behind a kept prefix, or all of a unit.
+    // The pieces: what lies behind a kept prefix, or all of a unit. Processors without a unit begin with one.
+    idle_begin_ = lower(n, in_.processors);
     const int statics = in_.processors + offsets[in_.processors];
     for (;;) {
       QUARTZ_PLANNER_LOOP
-      for (int u = team_.rank(); u < n; u += team_.size()) fold_[u] = pieces(u, units_[u], -1);
+      for (int u = team_.rank(); u < n; u += team_.size()) fold_[u] = pieces(u, split_unit(u), -1, 0);
       team_.scan(fold_, n);
-      if (statics + fold_[n] <= room_.items) break;
+      if (statics + fold_[n] - idle() <= room_.items) break;
       piece_tiles_ *= 4;  // too many for the room
       team_.sync();
     }
     QUARTZ_PLANNER_LOOP
-    for (int u = team_.rank(); u < n; u += team_.size()) pieces(u, units_[u], statics + fold_[u]);
+    for (int u = team_.rank(); u < n; u += team_.size()) pieces(u, split_unit(u), fold_[u], statics);
     team_.sync();
     QUARTZ_PLANNER_LOOP
     for (int i = team_.rank(); i <= in_.processors; i += team_.size()) offsets[i] += in_.processors;
     if (team_.rank() == 0) {
       words_[kPlanStatic] = statics;
-      words_[kPlanAll] = statics + fold_[n];
+      words_[kPlanAll] = statics + higher(0, fold_[n] - idle());
     }
   }
   QUARTZ_PLANNER_CALL int piece_end(const Unit& unit, int begin) const {
     if (begin + piece_tiles_ >= unit.last) return unit.last;
     return lower(unit.last, higher(boundary(unit, begin + piece_tiles_, false), Chunks::begin(Chunks::of(begin) + 1)));
   }
-  QUARTZ_PLANNER_CALL int pieces(int u, const Unit& unit, int at) {
+  QUARTZ_PLANNER int idle() const { return in_.processors - idle_begin_; }
+  // Counts the pieces of a unit, and writes them if `at`, the number of pieces before them, is not negative.
+  QUARTZ_PLANNER_CALL int pieces(int u, const Unit& unit, int at, int statics) {
     int count = 0;
     int begin = piece_[u] != 0 ? cut_[u] : unit.first;
     QUARTZ_PLANNER_LOOP
     while (begin < unit.last) {
       const int end = begin == unit.first ? cut_[u] : piece_end(unit, begin);
-      if (at >= 0) items_[at + count] = item(unit, begin, end, slot_of(u, unit, begin));
+      if (at >= 0) {
+        const int index = at + count;
+        items_[index < idle() ? idle_begin_ + index : statics + index - idle()] =
+            item(unit, begin, end, slot_of(u, unit, begin));
+      }
       ++count;
       begin = end;
     }
     return count;
   }
 
-  static constexpr int kEvenTiles = 12, kManyWide = 1024, kMostDropped = 1 << 29;
-  int piece_tiles_ = 4;
+  static constexpr int kManyWide = 1024, kMostDropped = 1 << 29;
+  int piece_tiles_ = 4, idle_begin_ = 0;
 
   const Team& team_;
   const AttentionPlanInput& in_;
   const AttentionPlanRoom& room_;
   int32_t* words_;
-  int count_;  // of sequences, with that of the rows behind them
-  int32_t *sums_, *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;  // for each sequence
-  int32_t *unit_begin_, *cut_, *slot_, *fold_, *piece_, *wide_tiles_;     // for each unit
-  Unit* units_;
+  int count_;                                                     // of sequences, with that of the rows behind them
+  int32_t *sums_, *token_, *queries_, *keys_;                     // for each sequence
+  int32_t *tiles_, *order_, *split_begin_, *wide_begin_, *kind_;  // for each sequence
+  int32_t *cut_, *slot_, *fold_, *piece_, *wide_tiles_;           // for each unit
+  Unit* blocks_;                                                  // split units of the first head
   AttentionItem *items_, *wide_;
   AttentionFold* folds_;
 };

@@ -107,6 +107,10 @@ void check(const Plan& plan, const Lengths& lengths, int more_rows = 0) {
   std::map<Key, AttentionFold> fold_of;
   for (int i = 0; i < folds; ++i) {
     const AttentionFold& fold = plan.folds()[i];
+    if (fold.slots == 0) {
+      EXPECT_EQ(fold.tokens, 0);
+      continue;
+    }
     ASSERT_TRUE(fold_of.insert({{fold.sequence, fold.head, fold.token, false}, fold}).second);
   }
 
@@ -181,7 +185,8 @@ TEST(AttentionGroup, FitsIntoAWarpgroup) {
 }
 
 TEST(AttentionPlan, DecodingOfEqualSequences) {
-  for (const auto& [sequences, keys] : {std::pair{1, 1024}, {1, 131072}, {8, 8192}, {64, 8192}, {256, 2048}}) {
+  for (const auto& [sequences, keys] :
+       {std::pair{1, 1024}, {1, 8192}, {1, 131072}, {8, 8192}, {64, 1024}, {64, 8192}, {256, 2048}}) {
     Lengths lengths;
     for (int i = 0; i < sequences; ++i) lengths.add(1, keys);
     check(ragged_plan(options(8, 4), lengths), lengths);
@@ -200,10 +205,43 @@ TEST(AttentionPlan, SharesTheWorkEvenly) {
   }
 }
 
+TEST(AttentionPlan, FewSequencesFillTheGpu) {
+  for (const auto& [sequences, keys, most] : {std::tuple{1, 1024, 2}, {1, 8192, 4}, {1, 131072, 40}, {8, 8192, 16}}) {
+    Lengths lengths;
+    for (int i = 0; i < sequences; ++i) lengths.add(1, keys);
+    const Plan plan = ragged_plan(options(8, 4), lengths);
+    EXPECT_EQ(plan.words[kPlanAll], plan.input.processors);  // nothing to be taken from a pool
+    for (int i = 0; i < plan.input.processors; ++i) {
+      const AttentionItem& item = plan.items()[i];
+      if (item.sequence < 0) continue;
+      EXPECT_LE(item.tile_end - item.tile_begin, most);
+    }
+  }
+}
+
+TEST(AttentionPlan, OneLongAmongShortIsShared) {
+  Lengths lengths;
+  for (int i = 0; i < 24; ++i) lengths.add(1, 100);
+  lengths.add(1, 131072);
+  const Plan plan = ragged_plan(options(8, 4), lengths);
+  check(plan, lengths);
+  for (int i = 0; i < plan.input.processors; ++i) EXPECT_GE(plan.items()[i].sequence, 0);
+}
+
+TEST(AttentionPlan, ManyShortUnitsStayWhole) {
+  for (const int sequences : {33, 64, 66, 99, 100, 200}) {
+    Lengths lengths;
+    for (int i = 0; i < sequences; ++i) lengths.add(1, 1 + i * 37 % 1024);
+    const Plan plan = ragged_plan(options(8, 4), lengths, 0, 1024);
+    EXPECT_EQ(plan.room.folds, 0);
+    check(plan, lengths);
+  }
+}
+
 TEST(AttentionPlan, AnyLengths) {
   std::mt19937 random(1);
   const auto upto = [&](int n) { return static_cast<int>(random() % (n + 1)); };
-  for (int repeat = 0; repeat < 60; ++repeat) {
+  for (int repeat = 0; repeat < 100; ++repeat) {
     const int groups[] = {1, 2, 3, 5, 7, 8, 12, 16};
     AttentionPlanInput input = options(groups[upto(7)], 1 + upto(3));
     input.causal = upto(4) > 0;

@@ -225,6 +225,24 @@ def test_values_that_a_query_may_not_see_do_not_reach_it(dtype, garbage):
             assert same_bits(row, hidden[:, :, t : t + 1])
 
 
+@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_values_that_are_not_finite_reach_the_rows_that_see_them_only(size, window):
+    """Over several tiles of keys: every row has the bits that it has alone."""
+    q, k, v = inputs(torch.bfloat16, 1, 4, 2, 300, 300, size)
+    clean = ops.attention(q, k, v, causal=True, window=window)
+    v[:, 0, 20, 5], v[:, 1, 128, 0], v[:, :, 290] = float("inf"), float("nan"), -float("inf")
+    whole = ops.attention(q, k, v, causal=True, window=window)
+    assert same_bits(whole[:, :, :20], clean[:, :, :20])
+    if window is not None:
+        assert same_bits(whole[:, :, 220:290], clean[:, :, 220:290])
+    assert not whole[:, :, 290:].isfinite().any()
+    for t in (19, 20, 100, 127, 128, 150, 289, 290, 299):
+        options = {"causal": True, "window": window, "query_offset": t}
+        row = ops.attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], **options)
+        assert same_bits(row, whole[:, :, t : t + 1])
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_instruction_sets_agree(dtype, instruction_sets):
     for shape in ((1, 9, 3, 1, 300, 64), (2, 4, 4, 70, 70, 80), (1, 16, 1, 3, 100, 17)):

@@ -52,7 +52,7 @@ def test_bits_of_the_dense_operator(data):
     lengths = data.draw(st.lists(st.integers(1, 150), min_size=1, max_size=5))
     queries = [data.draw(st.sampled_from(sorted({1, min(4, n), n}))) for n in lengths]
     group = data.draw(st.sampled_from([1, 3, 8]))
-    block_size = data.draw(st.sampled_from([1, 5, 16, 64, 256]))
+    block_size = data.draw(st.sampled_from([1, 2, 5, 12, 16, 24, 48, 64, 80, 256]))
     options = {
         "window": data.draw(st.sampled_from([None, 1, 20])),
         "soft_cap": data.draw(st.sampled_from([None, 8.0])),
@@ -110,6 +110,24 @@ def test_window_across_chunks(dtype):
             freed[0, : max(0, begin - 3) // 2] = -1
             got = ask([q[0][:, :end]], caches, freed, [end], [end - begin], window=4)
             assert same_bits(got, want[begin:end])
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 7, 8, 12, 24, 48, 80, 96, 128, 192, 784])
+def test_every_block_size(block_size):
+    """Over several tiles of keys, in prefill and in decoding: the bits that blocks of 64 give."""
+    q, k, v = sequences(torch.bfloat16, [300, 129, 7], heads=8, kv_heads=2, size=64)
+    for queries, options in (([300, 129, 7], {}), ([1, 5, 1], {}), ([40, 1, 7], {"window": 90})):
+        want = ask(q, *paged(k, v, 64), queries, **options)
+        assert same_bits(ask(q, *paged(k, v, block_size), queries, **options), want)
+
+
+@pytest.mark.parametrize(("size", "value_size"), [(16, 16), (24, 40), (64, 128), (80, 80), (192, 128), (256, 64)])
+def test_head_sizes_and_block_sizes(size, value_size):
+    q, k, v = sequences(torch.float16, [150, 20], heads=4, kv_heads=1, size=size, value_size=value_size)
+    want = [ops.attention(q[s][None], k[s][None], v[s][None], causal=True)[0].transpose(0, 1) for s in range(2)]
+    for block_size in (3, 16, 48):
+        got = ask(q, *paged(k, v, block_size), [150, 20])
+        assert same_bits(got[:150], want[0]) and same_bits(got[150:], want[1])
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -27,8 +27,13 @@ int log2_of(int64_t power) {
 
 int64_t padded_to_256(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// Whether pages and tiles divide each other, with at most 8 pages in a tile. Others are copied row by row.
-bool fits_boxes(int64_t page) { return page >= 16 && (page & (page - 1)) == 0; }
+// Keys of a copy: the largest power of two, up to a tile, of which pages consist.
+int box_rows(const Attention& a) {
+  if (a.block_table.data == nullptr) return kAttentionTile;
+  int rows = 1;
+  while (rows < kAttentionTile && a.block_size % (2 * rows) == 0) rows *= 2;
+  return rows;
+}
 
 struct Workspace {
   int64_t partial, partial_ml, scratch, size;  // offsets in bytes
@@ -72,7 +77,8 @@ CUtensorMap key_map(const Attention& a, const void* data, const AttentionStrides
                      dimension(!paged              ? a.batch
                                : extras.blocks > 0 ? extras.blocks
                                                    : int64_t{1} << 31,
-                               s.batch, 1)});
+                               s.batch, 1)},
+                    128);  // measured: with 256, decoding takes 5 % longer
 }
 
 template <class T>
@@ -94,8 +100,6 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   const Workspace workspace = divide_workspace(room, d);
   auto* const bytes = static_cast<char*>(memory);
   const bool paged = a.block_table.data != nullptr;
-  const bool odd = paged && !fits_boxes(a.block_size);
-  const int64_t page_rows = paged && !odd ? std::min<int64_t>(a.block_size, kAttentionTile) : kAttentionTile;
   const int group = attention_group(a.heads, a.kv_heads);
 
   Params p{};
@@ -128,13 +132,14 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   p.heads_per_key = static_cast<int>(a.heads / a.kv_heads) / group;
   p.value_size = static_cast<int>(a.value_size);
   p.batched = a.query_starts.data == nullptr;
-  p.page_rows_log2 = log2_of(page_rows);
-  p.tiles_per_page_log2 = paged && !odd ? log2_of(std::max<int64_t>(a.block_size / kAttentionTile, 1)) : 0;
+  p.block_size = paged ? static_cast<int>(a.block_size) : 0;
+  p.block_size_log2 = (p.block_size & (p.block_size - 1)) == 0 ? log2_of(p.block_size) : -1;
   p.window = static_cast<int>(std::min<int64_t>(a.window, 1 << 30));
   p.causal = a.causal;
   // Several units that read the same keys.
   p.keep_keys = p.heads_per_key > 1 || room.keys_shared;
-  p.alternate = room.wide < 1024;  // measured: pays while few blocks of queries share the keys in L2
+  // Measured: pays while few blocks of queries share the keys in L2, and always where a tile is little work.
+  p.alternate = d == 64 || room.wide < 1024;
   // p = ex2(c (s - max)): c counts the scale, unless a soft cap has already.
   const bool capped = a.soft_cap > 0.0f;
   p.c = capped ? static_cast<float>(kLog2E) : static_cast<float>(kLog2E * a.scale);
@@ -142,16 +147,12 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
   p.cap = a.soft_cap;
   p.cap_c1 = capped ? static_cast<float>(2 * kLog2E * a.scale / a.soft_cap) : 0.0f;
 
-  if (odd) {
-    p.odd_page = static_cast<int>(a.block_size);
-    p.keys = {a.k, a.k_strides.batch, a.k_strides.row, a.k_strides.head, static_cast<int>(a.head_size)};
-    p.values = {a.v, a.v_strides.batch, a.v_strides.row, a.v_strides.head, static_cast<int>(a.value_size)};
-  }
-
-  const bool full = a.window > 0 || capped || p.mask != nullptr || odd || a.key_begin.data != nullptr;
+  const bool full = a.window > 0 || capped || p.mask != nullptr || a.key_begin.data != nullptr;
   Maps maps{};
-  maps.key = key_map(a, a.k, a.k_strides, a.head_size, static_cast<int>(page_rows), extras);
-  maps.value = key_map(a, a.v, a.v_strides, a.value_size, static_cast<int>(page_rows), extras);
+  const int rows = box_rows(a);
+  p.box_rows_log2 = log2_of(rows);
+  maps.key = key_map(a, a.k, a.k_strides, a.head_size, rows, extras);
+  maps.value = key_map(a, a.v, a.v_strides, a.value_size, rows, extras);
   bool overlap = extras.overlap_previous;
   if (room.split_units > 0) {
     p.items = reinterpret_cast<const AttentionItem*>(words + room.items_at());
@@ -162,7 +163,7 @@ void run(const Attention& a, const AttentionExtras& extras, const AttentionPlanR
                       : room.slot_rows <= 8 ? attention_kernels::kOneRow
                                             : attention_kernels::kSplit;
     launch<T>(d, kind, maps, p, room.processors, overlap, stream);
-    if (room.folds > 0) attention_kernels::launch_fold<T>(d, p, room.folds, room.most_slots, stream);
+    if (room.folds > 0) attention_kernels::launch_fold<T>(d, p, room.folds, stream);
     overlap = true;  // what the wide kernel reads before it waits was complete before the split kernel
   }
   if (room.wide > 0) {
@@ -218,7 +219,7 @@ AttentionPlan prepare_attention(const Attention& a, const AttentionExtras& extra
   in.window = static_cast<int32_t>(std::min<int64_t>(a.window, 1 << 30));
   in.processors = multiprocessors();
   in.causal = a.causal;
-  in.wide_allowed = a.block_table.data == nullptr || fits_boxes(a.block_size);
+  in.wide_allowed = true;
   plan.room = attention_plan_room(in);
   return plan;
 }

@@ -83,12 +83,13 @@ __global__ void __launch_bounds__(128) fold_rows(const __grid_constant__ Params 
   }
 }
 
-// A block for COLUMNS columns of a row, with 4096 / COLUMNS chunks in flight: for few rows of many chunks. The running
+constexpr int kFoldColumns = 32;
+// A block for 32 columns of a row, with 128 chunks in flight: for few rows of many chunks. The running
 // maxima, and so the factors, are found by a scan (a maximum is exact in any order); values are folded in order.
-template <class T, int D, int COLUMNS>
+template <class T, int D>
 __global__ void __launch_bounds__(128) fold_columns(const __grid_constant__ Params p) {
-  constexpr int kChunks = 4096 / COLUMNS, kQuads = COLUMNS / 4, kPerThread = kChunks > 128 ? kChunks / 128 : 1;
-  __shared__ float values[kChunks][COLUMNS];
+  constexpr int kChunks = 128, kQuads = kFoldColumns / 4;
+  __shared__ float values[kChunks][kFoldColumns];
   __shared__ float4 factors[kChunks];
   __shared__ float warp_maximum[4];
   const int folds = p.plan[kPlanFolds];
@@ -96,7 +97,7 @@ __global__ void __launch_bounds__(128) fold_columns(const __grid_constant__ Para
   const int row = blockIdx.y, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
   wait_for_previous_kernel();  // in every block: what follows in the stream relies on it
   if (blockIdx.x >= folds || row >= fold.tokens * p.group) return;
-  const int first_column = blockIdx.z * COLUMNS, column = thread % COLUMNS;
+  const int first_column = blockIdx.z * kFoldColumns, column = thread % kFoldColumns;
   const int64_t base = static_cast<int64_t>(fold.slot) * p.slot_rows + row;
   RowState total{p.partial_ml[base].x, p.partial_ml[base].y};
   float value = p.partial[base * D + first_column + column];
@@ -112,15 +113,9 @@ __global__ void __launch_bounds__(128) fold_columns(const __grid_constant__ Para
                       thread % kQuads);
       }
     }
-    float2 ml[kPerThread];
-    float largest = minus_infinity();
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int chunk = thread * kPerThread + i;
-      ml[i] = chunk < count ? p.partial_ml[base + static_cast<int64_t>(k + chunk) * p.slot_rows]
-                            : make_float2(minus_infinity(), 0.0f);
-      largest = fmaxf(largest, ml[i].x);
-    }
+    const float2 ml = thread < count ? p.partial_ml[base + static_cast<int64_t>(k + thread) * p.slot_rows]
+                                     : make_float2(minus_infinity(), 0.0f);
+    float largest = ml.x;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const float other = __shfl_up_sync(~0u, largest, step);
@@ -132,14 +127,9 @@ __global__ void __launch_bounds__(128) fold_columns(const __grid_constant__ Para
     float m = total.m;
     for (int w = 0; w < warp; ++w) m = fmaxf(m, warp_maximum[w]);
     if (lane > 0) m = fmaxf(m, before);
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int chunk = thread * kPerThread + i;
-      RowState running{m, 0.0f};
-      const FoldFactors f = fold_row(running, ml[i].x, 0.0f, p.c);
-      if (chunk < kChunks) factors[chunk] = make_float4(f.before, f.chunk, ml[i].y, 0.0f);
-      m = running.m;
-    }
+    RowState running{m, 0.0f};
+    const FoldFactors f = fold_row(running, ml.x, 0.0f, p.c);
+    factors[thread] = make_float4(f.before, f.chunk, ml.y, 0.0f);
     for (int w = 0; w < 4; ++w) total.m = fmaxf(total.m, warp_maximum[w]);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -147,7 +137,7 @@ __global__ void __launch_bounds__(128) fold_columns(const __grid_constant__ Para
       if (chunk < count) *(reinterpret_cast<float4*>(values[chunk]) + thread % kQuads) = loaded[j];
     }
     __syncthreads();
-    if (thread < COLUMNS) {
+    if (thread < kFoldColumns) {
 #pragma unroll 8
       for (int i = 0; i < count; ++i) {
         const float4 f = factors[i];
@@ -157,7 +147,7 @@ __global__ void __launch_bounds__(128) fold_columns(const __grid_constant__ Para
     }
     __syncthreads();
   }
-  if (thread >= COLUMNS) return;
+  if (thread >= kFoldColumns) return;
   const FoldRow<T> at{p, fold, row};
   const float2 f = at.finish(total, first_column == 0 && thread == 0);
   if (first_column + column < p.value_size) {
@@ -180,33 +170,29 @@ void launch(void (*kernel)(Params), dim3 grid, const Params& p, cudaStream_t str
 }
 
 template <class T, int D>
-void launch_size(const Params& p, int64_t folds, int64_t most_slots, cudaStream_t stream) {
+void launch_size(const Params& p, int64_t folds, cudaStream_t stream) {
   const auto count = static_cast<unsigned>(folds), rows = static_cast<unsigned>(p.slot_rows);
   if (folds * rows > 512) {
     launch(fold_rows<T, D>, dim3(count, (rows + 3) / 4), p, stream);
-  } else if (most_slots <= 33 && folds * rows >= 128) {
-    launch(fold_columns<T, D, (D < 128 ? D : 128)>, dim3(count, rows, D < 128 ? 1 : D / 128), p, stream);
-  } else if (most_slots > 128) {
-    launch(fold_columns<T, D, 16>, dim3(count, rows, D / 16), p, stream);
   } else {
-    launch(fold_columns<T, D, 32>, dim3(count, rows, D / 32), p, stream);
+    launch(fold_columns<T, D>, dim3(count, rows, D / 32), p, stream);
   }
 }
 
 }  // namespace
 
 template <class T>
-void launch_fold(int d, const Params& p, int64_t folds, int64_t most_slots, cudaStream_t stream) {
+void launch_fold(int d, const Params& p, int64_t folds, cudaStream_t stream) {
   switch (d) {
     case 64:
-      return launch_size<T, 64>(p, folds, most_slots, stream);
+      return launch_size<T, 64>(p, folds, stream);
     case 128:
-      return launch_size<T, 128>(p, folds, most_slots, stream);
+      return launch_size<T, 128>(p, folds, stream);
     default:
-      return launch_size<T, 256>(p, folds, most_slots, stream);
+      return launch_size<T, 256>(p, folds, stream);
   }
 }
-template void launch_fold<BFloat16>(int, const Params&, int64_t, int64_t, cudaStream_t);
-template void launch_fold<Float16>(int, const Params&, int64_t, int64_t, cudaStream_t);
+template void launch_fold<BFloat16>(int, const Params&, int64_t, cudaStream_t);
+template void launch_fold<Float16>(int, const Params&, int64_t, cudaStream_t);
 
 }  // namespace quartz::kernels::cuda::attention_kernels

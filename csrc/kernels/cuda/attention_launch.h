@@ -13,13 +13,6 @@
 
 namespace quartz::kernels::cuda::attention_kernels {
 
-// Keys or values in memory, for the copies by rows.
-struct Rows {
-  const void* data;
-  int64_t block, row, head;  // strides in elements
-  int size;
-};
-
 struct Params {
   const int32_t* plan;  // its words
   const AttentionItem* items;
@@ -41,12 +34,11 @@ struct Params {
   int64_t mask_batch, mask_head, mask_query, mask_key;
   MaskKind mask_kind;
   int slot_rows, group, heads_per_key, value_size, batched;
-  int query_box;       // rows of queries that one copy brings
-  int page_rows_log2;  // slots of a page within a tile
-  int tiles_per_page_log2;
-  int odd_page;       // slots of a page of a size that the copy engine's boxes do not fit, else 0
-  Rows keys, values;  // only then
-  int window;         // 0: none
+  int query_box;        // rows of queries that one copy brings
+  int box_rows_log2;    // keys that one copy brings
+  int block_size;       // slots of a page; dense: 0
+  int block_size_log2;  // -1: no power of two
+  int window;           // 0: none
   int causal, keep_keys, alternate;
   float c, c_inverse, cap, cap_c1;  // c_inverse: log2(e) / c
 };
@@ -62,8 +54,8 @@ struct Maps {
 template <class T, int D>
 void launch(Kind kind, const Maps& maps, const Params& p, int blocks, bool overlap, cudaStream_t stream);
 
-// Folds the partial results of the split kernel. `folds`, `most_slots`: of the plan.
+// Folds the partial results of the split kernel. `folds`: of the plan.
 template <class T>
-void launch_fold(int d, const Params& p, int64_t folds, int64_t most_slots, cudaStream_t stream);
+void launch_fold(int d, const Params& p, int64_t folds, cudaStream_t stream);
 
 }  // namespace quartz::kernels::cuda::attention_kernels

@@ -18,7 +18,15 @@ class Block {
   __device__ void sync() const { __syncthreads(); }
   __device__ void add(int32_t* to, int32_t value) const { atomicAdd(to, value); }
   __device__ void max(int32_t* to, int32_t value) const { atomicMax(to, value); }
-  __device__ void min(int32_t* to, int32_t value) const { atomicMin(to, value); }
+
+  // Each warp for itself.
+  template <class Predicate>
+  __device__ int first(int from, const Predicate& holds) const {
+    for (;; from += 32) {
+      const unsigned found = __ballot_sync(~0u, holds(from + rank() % 32));
+      if (found != 0) return from + __ffs(found) - 1;
+    }
+  }
 
   // Each thread adds up a run of neighbours; the runs' sums are scanned by warps.
   __device__ __noinline__ void scan(int32_t* counts, int n) const {
@@ -36,9 +44,14 @@ class Block {
     }
     if (lane == 31) warp_sums_[warp] = inclusive;
     __syncthreads();
-    int32_t sum = inclusive - own;
+    int32_t before = lane < kWarps ? warp_sums_[lane] : 0;
 #pragma unroll 1
-    for (int w = 0; w < warp; ++w) sum += warp_sums_[w];
+    for (int step = 1; step < kWarps; step *= 2) {
+      const int32_t other = __shfl_up_sync(~0u, before, step);
+      if (lane >= step) before += other;
+    }
+    before = __shfl_sync(~0u, before, warp - 1);  // of warp 0: not used
+    int32_t sum = inclusive - own + (warp > 0 ? before : 0);
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
       const int32_t count = counts[i];

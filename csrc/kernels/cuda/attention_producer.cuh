@@ -16,74 +16,69 @@ struct Producer {
   uint64_t policy;
   int tokens_per_group;
 
-  // The page of this lane's slots of a tile (lane < pages of a tile), 0 where nothing is to be read.
+  // A tile comes in boxes of 64 columns x 2^box_rows_log2 keys, which lie in one page. Up to 8 boxes have their pages
+  // looked up one tile ahead, by a lane each.
+  QUARTZ_DEVICE bool few_boxes() const { return p.box_rows_log2 >= 4; }
+
+  // Page and slot of a key.
+  QUARTZ_DEVICE int index_of(int key) const {
+    return p.block_size_log2 >= 0 ? key >> p.block_size_log2 : key / p.block_size;
+  }
+  QUARTZ_DEVICE int slot_of(int key) const {
+    return p.block_size_log2 >= 0 ? key & (p.block_size - 1) : key % p.block_size;
+  }
+  QUARTZ_DEVICE int page_at(const AttentionItem& item, int index) const {
+    return static_cast<int>(p.block_table[item.sequence * p.table_stride + index]);
+  }
+
+  // The page of this lane's slots of a tile (lane < boxes of a tile), 0 where nothing is to be read.
   QUARTZ_DEVICE int page_of(const AttentionItem& item, int tile) const {
-    if (p.block_table.data == nullptr || (FULL && SPLIT && p.odd_page > 0)) return item.sequence;
-    const int pages_log2 = 7 - p.page_rows_log2;
-    const int key = tile * kTile + (lane << p.page_rows_log2);
+    if (p.block_size == 0) return item.sequence;
+    const int key = tile * kTile + (lane << p.box_rows_log2);
     const int low = FULL ? first_key(item, p) : 0;
-    if (lane >= (1 << pages_log2) || tile >= item.tile_end || key >= item.keys ||
-        (FULL && key + (1 << p.page_rows_log2) <= low)) {
+    if (!few_boxes() || lane >= (kTile >> p.box_rows_log2) || tile >= item.tile_end || key >= item.keys ||
+        (FULL && key + (1 << p.box_rows_log2) <= low)) {
       return 0;
     }
-    const int64_t index = ((tile << pages_log2) + lane) >> p.tiles_per_page_log2;
-    return static_cast<int>(p.block_table[item.sequence * p.table_stride + index]);
+    return page_at(item, index_of(key));
+  }
+
+  QUARTZ_DEVICE void copy(const CUtensorMap& map, uint32_t to, int column, int slot, int head, int page,
+                          uint32_t barrier) const {
+    if (SPLIT && !p.keep_keys) {
+      copy_4d(to, map, column * 64, slot, head, page, barrier, policy);
+    } else {
+      copy_box(to, map, column * 64, slot, head, page, barrier);
+    }
   }
 
   QUARTZ_DEVICE void load(const CUtensorMap& map, const AttentionItem& item, int tile, int page, int begin,
                           uint32_t target, uint32_t barrier) const {
-    const int rows_log2 = p.page_rows_log2, pages_log2 = 7 - rows_log2;
-    const int pages = 1 << pages_log2, rows = 1 << rows_log2;
+    const int rows_log2 = p.box_rows_log2, boxes_log2 = 7 - rows_log2;
+    const int boxes = 1 << boxes_log2, rows = 1 << rows_log2, head = item.head / p.heads_per_key;
     const int low = FULL ? first_key(item, p) : 0;
-    const int used = min(pages, (item.keys - tile * kTile + rows - 1) >> rows_log2);
+    const int used = min(boxes, (item.keys - tile * kTile + rows - 1) >> rows_log2);
     const int skipped = FULL ? min(max(low - tile * kTile, 0) >> rows_log2, used) : 0;
     if (lane == 0) barrier_expect(barrier, (used - skipped) * rows * 128 * L::kColumns);
-    const int j = lane & (pages - 1), column = lane >> pages_log2;
-    const int mine = __shfl_sync(~0u, page, j);
-    if (column < L::kColumns && j >= skipped && j < used) {
-      const int slot =
-          p.block_table.data == nullptr ? begin + tile * kTile : (tile & ((1 << p.tiles_per_page_log2) - 1)) * kTile;
-      const uint32_t to = target + column * L::kBoxBytes + j * rows * 128;
-      if (SPLIT && !p.keep_keys) {
-        copy_4d(to, map, column * 64, slot, item.head / p.heads_per_key, mine, barrier, policy);
-      } else {
-        copy_box(to, map, column * 64, slot, item.head / p.heads_per_key, mine, barrier);
+    if (few_boxes()) {
+      const int j = lane & (boxes - 1), column = lane >> boxes_log2;
+      const int mine = __shfl_sync(~0u, page, j), key = tile * kTile + j * rows;
+      if (column < L::kColumns && j >= skipped && j < used) {
+        const int slot = p.block_size == 0 ? begin + key : slot_of(key);
+        copy(map, target + column * L::kBoxBytes + j * rows * 128, column, slot, head, mine, barrier);
       }
+      return;
     }
-  }
-
-  // For pages of any size: the warp copies row by row, 16 bytes a lane, into the places that the copy engine would
-  // choose. Slow, since it waits for each tile. Only the split kernel has the registers for it.
-  QUARTZ_DEVICE void load_rows(const Rows& from, const AttentionItem& item, int tile, uint32_t target,
-                               uint32_t barrier) const {
-    const int low = max(first_key(item, p) - tile * kTile, 0), high = min(kTile, item.keys - tile * kTile);
-    const int row_bytes = from.size * 2;
-    for (int row = low; row < high; ++row) {
-      const int key = tile * kTile + row;
-      const int64_t page = p.block_table[item.sequence * p.table_stride + key / p.odd_page];
-      const char* source =
-          static_cast<const char*>(from.data) +
-          (page * from.block + key % p.odd_page * from.row + item.head / p.heads_per_key * from.head) * 2;
-      for (int at = lane * 16; at < L::kColumns * 128; at += 32 * 16) {
-        const uint32_t to = target + at / 128 * L::kBoxBytes + row * 128 + ((at % 128) ^ (row % 8 * 16));
-        const int bytes = at < row_bytes ? 16 : 0;  // zeros behind the end
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(source + (bytes > 0 ? at : 0)),
-                     "r"(bytes)
-                     : "memory");
+    // Pages of a size that is no multiple of 16: many small boxes, each of which is looked up when it is brought.
+    __syncwarp();  // the bytes are announced
+#pragma unroll 1
+    for (int j = skipped + lane; j < used; j += 32) {
+      const int key = tile * kTile + j * rows, index = index_of(key);
+      const int mine = page_at(item, index), slot = slot_of(key);
+#pragma unroll 1
+      for (int column = 0; column < L::kColumns; ++column) {
+        copy(map, target + column * L::kBoxBytes + j * rows * 128, column, slot, head, mine, barrier);
       }
-    }
-    asm volatile("cp.async.wait_all;" ::: "memory");
-    fence_shared_writes();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-  }
-
-  QUARTZ_DEVICE void load_tile(const CUtensorMap& map, const Rows& from, const AttentionItem& item, int tile, int page,
-                               int begin, uint32_t target, uint32_t barrier) const {
-    if (FULL && SPLIT && p.odd_page > 0) {
-      load_rows(from, item, tile, target, barrier);
-    } else {
-      load(map, item, tile, page, begin, target, barrier);
     }
   }
 
@@ -91,15 +86,18 @@ struct Producer {
     Buffers<L::kStages> keys(key_barriers, 1), values(value_barriers, 1);
     Buffers<L::kQueryBuffers> queries(query_barriers, 1);
     const int grid = gridDim.x, block = blockIdx.x;
+    AttentionItem item;
+    item.sequence = -1;
+    // Of the split kernel the first item is read along with the header: the plan has room for one for each block.
+    if (SPLIT) item = p.items[block];
     const int total = p.plan[SPLIT ? kPlanAll : kPlanWide];
     const int statics = SPLIT ? p.plan[kPlanStatic] : grid;
     int own = SPLIT ? p.offsets[block] : 0, own_end = SPLIT ? p.offsets[block + 1] : 0;
     const bool shared_work = total > statics;  // some items go to whoever is free
     int x = total, item_stage = 0;
     bool first = true;
-    AttentionItem item;
-    item.sequence = -1;
-    if (block < total) item = p.items[block];
+    if (SPLIT && block >= total) item.sequence = -1;
+    if (!SPLIT && block < total) item = p.items[block];
     const auto claim = [&] {
       if (shared_work && lane == 0) x = statics + atomicAdd(p.counters, 1);
     };
@@ -145,14 +143,13 @@ struct Producer {
         const int following = page_of(item, tile + 1);
         if (tile < item.tile_end) {
           keys.wait_empty();
-          load_tile(key_map, p.keys, item, tile, page, slot, shared + L::kKeys + keys.stage * L::kStageBytes,
-                    keys.full_barrier());
+          load(key_map, item, tile, page, slot, shared + L::kKeys + keys.stage * L::kStageBytes, keys.full_barrier());
           keys.next();
         }
         if (tile > item.tile_begin) {
           values.wait_empty();
-          load_tile(value_map, p.values, item, tile - 1, previous, slot,
-                    shared + L::kValues + values.stage * L::kStageBytes, values.full_barrier());
+          load(value_map, item, tile - 1, previous, slot, shared + L::kValues + values.stage * L::kStageBytes,
+               values.full_barrier());
           values.next();
         }
         previous = page;

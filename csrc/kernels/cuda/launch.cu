@@ -37,7 +37,7 @@ Encode encode_function() {
 
 }  // namespace
 
-CUtensorMap tensor_map(const void* data, DType dtype, std::initializer_list<MapDimension> dimensions) {
+CUtensorMap tensor_map(const void* data, DType dtype, std::initializer_list<MapDimension> dimensions, int l2_bytes) {
   constexpr int kMost = 5;
   cuuint64_t extents[kMost], strides[kMost];
   cuuint32_t box[kMost], steps[kMost];
@@ -58,9 +58,11 @@ CUtensorMap tensor_map(const void* data, DType dtype, std::initializer_list<MapD
                     : dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                : CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
   CUtensorMap map;
-  const CUresult result = encode_function()(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), extents,
-                                            strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode_function()(&map, type, static_cast<cuuint32_t>(rank), const_cast<void*>(data), extents, strides, box,
+                        steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                        l2_bytes == 128 ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled failed with code " + std::to_string(static_cast<int>(result)));
   return map;

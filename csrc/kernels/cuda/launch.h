@@ -27,7 +27,9 @@ struct MapDimension {
   int64_t stride;  // in elements; ignored for the first dimension
   int box;
 };
-CUtensorMap tensor_map(const void* data, DType dtype, std::initializer_list<MapDimension> dimensions);
+// `l2_bytes` (128 or 256) is what the second-level cache fetches for a copy at least.
+CUtensorMap tensor_map(const void* data, DType dtype, std::initializer_list<MapDimension> dimensions,
+                       int l2_bytes = 256);
 
 struct LaunchShape {
   dim3 grid;
