@@ -19,7 +19,8 @@ using c10::DispatchKey;
 bool cannot_be_decomposed(const std::string& name) {
   static const std::unordered_set<std::string> names{"aten::convolution",  "aten::convolution_backward",
                                                      "aten::_convolution", "aten::conj_physical_",
-                                                     "aten::mode",         "aten::kaiser_window"};
+                                                     "aten::mode",         "aten::kaiser_window",
+                                                     "aten::ldexp",        "aten::ldexp_"};
   return names.count(name) != 0;
 }
 

@@ -46,7 +46,9 @@ class WithoutFormatWarning final : public c10::WarningHandler {
   c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
 };
 
+// Fake tensors have no native alias: a graph is traced with the cells, which every compiler can take apart.
 bool acceptable(const Tensor& input) {
+  if (input.key_set().has_any(c10::python_ks)) return false;
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   AliasScope scope;
   return input.layout() == at::kStrided && input.device().type() == at::kPrivateUse1 &&
