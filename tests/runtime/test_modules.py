@@ -190,21 +190,55 @@ def test_buffers_state_dict_and_strict_loading():
     assert model[0].weight.device.type == "cpu"
 
 
-@pytest.mark.parametrize("cell", [nn.LSTM, nn.GRU, nn.RNN])
-def test_recurrent_networks(cell):
+CELLS = {
+    "LSTM": nn.LSTM,
+    "LSTM with projection": lambda *a, **k: nn.LSTM(*a, proj_size=3, **k),
+    "GRU": nn.GRU,
+    "RNN": nn.RNN,
+    "RNN, relu": lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k),
+}
+
+
+@pytest.mark.parametrize("cell", CELLS.values(), ids=CELLS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_recurrent_networks(cell, bias, recwarn):
     torch.manual_seed(0)
-    model = cell(4, 6, num_layers=2, batch_first=True, bidirectional=True)
-    x = torch.randn(3, 5, 4)
-    expected, _ = model(x)
-    packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True)
-    expected_packed = model(packed)[0].data
+    model = cell(4, 6, num_layers=2, batch_first=True, bidirectional=True, bias=bias)
+    x, lengths = torch.randn(3, 5, 4), torch.tensor([5, 3, 2])
+
+    def run(device):
+        inputs = x.to(device, copy=True).requires_grad_()
+        packed = nn.utils.rnn.pack_padded_sequence(inputs, lengths, batch_first=True)
+        assert packed.data.device.type == device
+        output, packed_output = model(inputs)[0], model(packed)[0].data
+        model.zero_grad()
+        (output.sum() + packed_output.square().sum()).backward()
+        return [t.detach().cpu() for t in (output, packed_output, inputs.grad, *(p.grad for p in model.parameters()))]
+
+    expected = run("cpu")
     model.to("quartz")
-    output, _ = model(x.to("quartz"))
-    torch.testing.assert_close(output.cpu(), expected, rtol=1e-4, atol=1e-5)
-    output.sum().backward()
-    packed = nn.utils.rnn.pack_padded_sequence(x.to("quartz"), torch.tensor([5, 3, 2]), batch_first=True)
-    assert packed.is_quartz
-    torch.testing.assert_close(model(packed)[0].data.cpu(), expected_packed, rtol=1e-4, atol=1e-5)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        results = run("quartz")
+    for result, reference in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-5)
+    assert not [w for w in recwarn if "single contiguous chunk" in str(w.message)]
+
+
+def test_dropout_between_recurrent_layers_follows_the_seed():
+    torch.manual_seed(0)
+    model = nn.LSTM(4, 6, num_layers=3, dropout=0.5, bidirectional=True).to("quartz")
+    x, state = torch.randn(5, 2, 4, device="quartz"), torch.randn(2, 6, 2, 6, device="quartz")
+
+    def run(seed, train=True):
+        torch.manual_seed(seed)
+        output, (h, c) = model.train(train)(x, (state[0], state[1]))
+        assert h.shape == c.shape == (6, 2, 6)
+        return output
+
+    assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
+    assert torch.equal(run(1, train=False), run(2, train=False))
+    run(1).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_transformer_encoder_with_a_mask_in_eval():

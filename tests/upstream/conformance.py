@@ -105,7 +105,7 @@ def requests_of(options: argparse.Namespace, substrate: str) -> list[dict]:
 class Sweep:
     """Hands requests to shards and keeps their results."""
 
-    def __init__(self, requests: list[dict], deadline: float) -> None:
+    def __init__(self, requests: list[dict], deadline: float, substrate: str) -> None:
         self.results: list[dict] = []
         self._lock = threading.RLock()
         self._closed = False
@@ -116,7 +116,7 @@ class Sweep:
         for request in requests:
             checks = []
             for check in request["checks"]:
-                cause = excluded(request["database"], request["name"], request["dtype"], check)
+                cause = excluded(request["database"], request["name"], request["dtype"], check, substrate)
                 if cause:
                     self.report(request, check, {"status": "skipped", "message": cause})
                 else:
@@ -187,7 +187,7 @@ def run(options: argparse.Namespace) -> tuple[dict, list[dict], list[str]]:
     substrate = substrate_of(options.substrate)
     started = time.monotonic()
     requests = requests_of(options, substrate)
-    sweep = Sweep(requests, options.deadline)
+    sweep = Sweep(requests, options.deadline, substrate)
     role = "control" if options.control else "quartz"
     shards = [Shard(role, substrate, sweep.take, sweep.report, options.patience) for _ in range(options.jobs)]
     for shard in shards:

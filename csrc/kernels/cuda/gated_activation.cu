@@ -12,7 +12,7 @@ __device__ __forceinline__ float activate(float g) {
   if constexpr (A == GluActivation::kSilu) {
     return divide_for<T>(g, 1.0f + exp_for<T>(-g));
   } else if constexpr (A == GluActivation::kGelu) {
-    return g * 0.5f * (1.0f + erff(g * 0.70710678118654752f));
+    return 0.5f * g * erfcf(g * -0x1.6a09e6p-1f);
   } else if constexpr (A == GluActivation::kGeluTanh) {  // (1 + tanh u) / 2 = 1 / (1 + exp(-2 u))
     const float twice = 1.59576912160573073f * fmaf(0.044715f * g * g, g, g);
     return divide_for<T>(g, 1.0f + exp_for<T>(-twice));

@@ -67,7 +67,7 @@ QUARTZ_DEVICE float activate(Activation activation, float v) {
     case Activation::kSilu:
       return sigmoid_product(v, v);
     case Activation::kGelu:
-      return 0.5f * v * (1.0f + erff(v * 0x1.6a09e6p-1f));
+      return 0.5f * v * erfcf(v * -0x1.6a09e6p-1f);
     case Activation::kGeluTanh:
       return sigmoid_product(v, 0x1.988454p+0f * (v + 0.044715f * (v * v * v)));
     case Activation::kGeluQuick:
