@@ -2,6 +2,11 @@
 # Sets QUARTZ_CPU_KERNELS, the object libraries. AVX2 comes first: of inline functions that both emit, the linker keeps
 # the first copy, which must run everywhere.
 file(GLOB _cpu_kernels CONFIGURE_DEPENDS csrc/kernels/cpu/*.cpp)
+# Loops over random words become vectors only if errno and the flags of floating-point exceptions do not matter, which
+# nobody reads; values do not change.
+set_source_files_properties(
+  csrc/kernels/cpu/random_fill.cpp csrc/kernels/cpu/dropout.cpp csrc/kernels/cpu/multinomial.cpp
+  PROPERTIES COMPILE_OPTIONS "-fno-math-errno;-fno-trapping-math")
 set(_avx2_flags -mavx2 -mfma -mf16c)
 set(_avx512_flags ${_avx2_flags} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512bf16 -mprefer-vector-width=512)
 set(QUARTZ_CPU_KERNELS)

@@ -38,7 +38,7 @@ struct Multinomial {
 };
 
 // Blocks of random words that a call uses up.
-constexpr int64_t multinomial_blocks(int64_t rows, int64_t categories, int64_t samples, bool replacement) {
+QUARTZ_HD int64_t multinomial_blocks(int64_t rows, int64_t categories, int64_t samples, bool replacement) {
   return rows * (replacement ? (samples + 1) / 2 : (categories + 3) / 4);
 }
 

@@ -57,13 +57,9 @@ QUARTZ_HD float open_uniform(uint32_t word) {
   return (static_cast<float>(static_cast<int32_t>(word >> 9)) + 0.5f) * 0x1p-23f;
 }
 
-// -log(1 - u) for u in (0, 1 - 2^-24], exact to about an ulp for small u too: log_f32 with the fraction taken from u.
-QUARTZ_HD float minus_log_of_rest(float u) {
+// log(2^e (1 + f)) by the polynomial of log_f32.
+QUARTZ_HD float log_of_parts(float e, float f) {
   using namespace log_constants;
-  const auto t = static_cast<int32_t>(bits_of_float(1.0f - u) - kSqrtHalf);
-  const int32_t exponent = t >> 23;
-  const auto e = static_cast<float>(exponent);
-  const float f = exponent == 0 ? -u : float_of_bits(static_cast<uint32_t>(t & 0x7fffff) + kSqrtHalf) - 1.0f;
   const float z = product(f, f);
   float p = fmaf(kC11, f, kC10);
   p = fmaf(p, f, kC9);
@@ -76,7 +72,22 @@ QUARTZ_HD float minus_log_of_rest(float u) {
   float q = fmaf(product(f, z), p, product(e, exp_constants::kLn2Low));
   q = fmaf(-0.5f, z, q);
   q = q + f;
-  return -fmaf(e, exp_constants::kLn2High, q);
+  return fmaf(e, exp_constants::kLn2High, q);
+}
+
+// log_f32 of a normal number above 0, in the same bits and without its branches.
+QUARTZ_HD float log_of_normal(float x) {
+  const auto t = static_cast<int32_t>(bits_of_float(x) - log_constants::kSqrtHalf);
+  const float f = float_of_bits(static_cast<uint32_t>(t & 0x7fffff) + log_constants::kSqrtHalf) - 1.0f;
+  return log_of_parts(static_cast<float>(t >> 23), f);
+}
+
+// -log(1 - u) for u in (0, 1 - 2^-24], exact to about an ulp for small u too: log_f32 with the fraction taken from u.
+QUARTZ_HD float minus_log_of_rest(float u) {
+  const auto t = static_cast<int32_t>(bits_of_float(1.0f - u) - log_constants::kSqrtHalf);
+  const int32_t exponent = t >> 23;
+  const float fraction = float_of_bits(static_cast<uint32_t>(t & 0x7fffff) + log_constants::kSqrtHalf) - 1.0f;
+  return -log_of_parts(static_cast<float>(exponent), exponent == 0 ? -u : fraction);
 }
 
 // The streams of one (seed, sample index, position).
@@ -87,8 +98,8 @@ enum class NoiseStream : uint32_t {
   kRaces = 3,   // 23 further bits of the draws of multinomial.h whose first word is small
 };
 
-// The words of one draw of a generator: block `i` has counter (offset + i in 64 bits, 0, stream) and the seed as key. In
-// a captured CUDA graph seed and offset change from replay to replay and stand in device memory; a third word of 1
+// The words of one draw of a generator: block `i` has counter (offset + i in 64 bits, 0, stream) and the seed as key.
+// In a captured CUDA graph seed and offset change from replay to replay and stand in device memory; a third word of 1
 // keeps those blocks apart from the generator's own.
 struct RandomSource {
   uint64_t seed, offset;
@@ -99,6 +110,14 @@ struct RandomSource {
   QUARTZ_HD RandomSource resolved() const {
     if (graph_seed == nullptr) return {seed, offset, nullptr, nullptr, 0};
     return {static_cast<uint64_t>(*graph_seed), offset + static_cast<uint64_t>(*graph_offset), nullptr, nullptr, 1};
+  }
+  // The words of N blocks, one block after the other: the compiler makes vectors of them.
+  template <int N>
+  QUARTZ_HD void blocks(int64_t first, NoiseStream stream, uint32_t (&out)[4 * N]) const {
+    for (int i = 0; i < N; ++i) {
+      const PhiloxWords words = block(first + i, stream);
+      for (int j = 0; j < 4; ++j) out[4 * i + j] = words.word[j];
+    }
   }
   QUARTZ_HD PhiloxWords block(int64_t index, NoiseStream stream = NoiseStream::kFills) const {
     const uint64_t counter = offset + static_cast<uint64_t>(index);

@@ -34,7 +34,7 @@ struct RandomFill {
 };
 
 // Blocks that `count` elements use up.
-constexpr int64_t random_blocks(RandomType type, Distribution distribution, int64_t count) {
+QUARTZ_HD int64_t random_blocks(RandomType type, Distribution distribution, int64_t count) {
   const int64_t shared = type == RandomType::kFloat64 && distribution != Distribution::kBernoulli ? 2 : 4;
   return (count + shared - 1) / shared;
 }
@@ -66,20 +66,24 @@ QUARTZ_HD void sine_cosine(uint32_t word, float* sine, float* cosine) {
 // -log of the word as a number in (0, 1).
 QUARTZ_HD float exponential_of(uint32_t word) {
   const float v = (static_cast<float>(static_cast<int32_t>(word >> 1)) + 0.5f) * 0x1p-31f;
-  return -log_f32(v < 0x1.fffffep-1f ? v : 0x1.fffffep-1f);
+  return -log_of_normal(v < 0x1.fffffep-1f ? v : 0x1.fffffep-1f);
 }
 
-// A word is below it with probability p: in steps of 2^-32, rounded down. NaN counts as 0.
-QUARTZ_HD uint64_t threshold_of(double p) {
-  if (p >= 1.0) return uint64_t{1} << 32;
-  return p > 0.0 ? static_cast<uint64_t>(p * 0x1p+32) : 0;
-}
+// The words that stand for 1: with probability p, in steps of 2^-32, rounded down. NaN counts as 0.
+struct BernoulliWords {
+  uint32_t below;
+  bool all;
+
+  QUARTZ_HD explicit BernoulliWords(double p)
+      : below(p > 0.0 && p < 1.0 ? static_cast<uint32_t>(p * 0x1p+32) : 0), all(p >= 1.0) {}
+  QUARTZ_HD bool has(uint32_t word) const { return (word < below) | all; }
+};
 
 // What the elements share.
 struct FillParameters {
   float first, second;
   double wide_first, wide_second;
-  uint64_t threshold;
+  BernoulliWords ones;
   int bits;
 
   QUARTZ_HD explicit FillParameters(const RandomFill& a)
@@ -87,34 +91,30 @@ struct FillParameters {
         second(static_cast<float>(a.second)),
         wide_first(a.first),
         wide_second(a.second),
-        threshold(threshold_of(a.first)),
+        ones(a.first),
         bits(a.type == RandomType::kFloat32   ? 24
              : a.type == RandomType::kFloat16 ? 11
                                               : 8) {}
 };
 
-// The four elements of one block, before they are rounded to the type of the result.
+// An element before it is rounded to the type of the result; of normal numbers a pair.
 template <Distribution kDistribution>
-QUARTZ_HD void random_four(const PhiloxWords& words, const FillParameters& p, float (&out)[4]) {
+QUARTZ_HD float random_one(uint32_t word, const FillParameters& p) {
   if constexpr (kDistribution == Distribution::kUniform) {
     const float unit = p.bits == 24 ? 0x1p-24f : p.bits == 11 ? 0x1p-11f : 0x1p-8f;
-    for (int j = 0; j < 4; ++j) {
-      const float u = static_cast<float>(static_cast<int32_t>(words.word[j] >> (32 - p.bits))) * unit;
-      out[j] = fmaf(u, p.second - p.first, p.first);
-    }
-  } else if constexpr (kDistribution == Distribution::kNormal) {
-    for (int j = 0; j < 4; j += 2) {
-      const float radius = sqrtf(2.0f * exponential_of(words.word[j]));
-      float sine, cosine;
-      sine_cosine(words.word[j + 1], &sine, &cosine);
-      out[j] = fmaf(product(radius, cosine), p.second, p.first);
-      out[j + 1] = fmaf(product(radius, sine), p.second, p.first);
-    }
+    return fmaf(static_cast<float>(static_cast<int32_t>(word >> (32 - p.bits))) * unit, p.second - p.first, p.first);
   } else if constexpr (kDistribution == Distribution::kExponential) {
-    for (int j = 0; j < 4; ++j) out[j] = exponential_of(words.word[j]) / p.first;
+    return exponential_of(word) / p.first;
   } else {
-    for (int j = 0; j < 4; ++j) out[j] = words.word[j] < p.threshold ? 1.0f : 0.0f;
+    return p.ones.has(word) ? 1.0f : 0.0f;
   }
+}
+QUARTZ_HD void normal_pair(uint32_t first, uint32_t second, const FillParameters& p, float* x, float* y) {
+  const float radius = sqrtf(2.0f * exponential_of(first));
+  float sine, cosine;
+  sine_cosine(second, &sine, &cosine);
+  *x = fmaf(product(radius, cosine), p.second, p.first);
+  *y = fmaf(product(radius, sine), p.second, p.first);
 }
 
 // The two float64 elements of one block.
@@ -156,7 +156,7 @@ QUARTZ_HD T random_element(const RandomFill& a, float value) {
 QUARTZ_HD float bernoulli_of(const RandomFill& a, int64_t i, uint32_t word) {
   const double p = a.wide_probabilities ? static_cast<const double*>(a.probabilities)[i]
                                         : static_cast<double>(static_cast<const float*>(a.probabilities)[i]);
-  return word < threshold_of(p) ? 1.0f : 0.0f;
+  return BernoulliWords(p).has(word) ? 1.0f : 0.0f;
 }
 
 QUARTZ_CPU_KERNEL(void, random_fill, (const RandomFill& a, const Parallel& parallel), (a, parallel))

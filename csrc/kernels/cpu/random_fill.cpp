@@ -5,25 +5,32 @@
 namespace quartz::kernels::QUARTZ_ISA {
 namespace {
 
-constexpr int kGroup = 16;  // blocks at a time: loops that the compiler turns into vectors
+constexpr int kGroup = 16;  // blocks at a time: loops over their 64 words that the compiler turns into vectors
 
 template <class T, Distribution kDistribution>
 void blocks(const RandomFill& a, int64_t begin, int64_t end) {
   const FillParameters parameters(a);
   T* result = static_cast<T*>(a.result);
   for (int64_t block = begin; block < end; block += kGroup) {
-    PhiloxWords words[kGroup];
-    float values[kGroup][4];
-    for (int i = 0; i < kGroup; ++i) words[i] = a.source.block(block + i);
+    uint32_t words[4 * kGroup];
+    float values[4 * kGroup];
+    a.source.blocks<kGroup>(block, NoiseStream::kFills, words);
     const int64_t count = std::min<int64_t>(4 * std::min<int64_t>(kGroup, end - block), a.count - 4 * block);
     if (kDistribution == Distribution::kBernoulli && a.probabilities != nullptr) {
-      for (int64_t i = 0; i < count; ++i) {
-        values[i / 4][i % 4] = bernoulli_of(a, 4 * block + i, words[i / 4].word[i % 4]);
+      for (int64_t i = 0; i < count; ++i) values[i] = bernoulli_of(a, 4 * block + i, words[i]);
+    } else if constexpr (kDistribution == Distribution::kNormal) {
+      for (int i = 0; i < 4 * kGroup; i += 2) {
+        normal_pair(words[i], words[i + 1], parameters, &values[i], &values[i + 1]);
       }
     } else {
-      for (int i = 0; i < kGroup; ++i) random_four<kDistribution>(words[i], parameters, values[i]);
+      for (int i = 0; i < 4 * kGroup; ++i) values[i] = random_one<kDistribution>(words[i], parameters);
     }
-    for (int64_t i = 0; i < count; ++i) result[4 * block + i] = random_element<T>(a, values[i / 4][i % 4]);
+    T* out = result + 4 * block;
+    if (count == 4 * kGroup) {
+      for (int i = 0; i < 4 * kGroup; ++i) out[i] = random_element<T>(a, values[i]);
+    } else {
+      for (int64_t i = 0; i < count; ++i) out[i] = random_element<T>(a, values[i]);
+    }
   }
 }
 

@@ -16,7 +16,7 @@ struct alignas(4 * sizeof(T)) Four {
 };
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) dropout_kernel(const Dropout a, uint64_t threshold, bool aligned) {
+__global__ void __launch_bounds__(kThreads) dropout_kernel(const Dropout a, BernoulliWords ones, bool aligned) {
   const RandomSource source = a.source.resolved();
   const T* x = static_cast<const T*>(a.x);
   T* result = static_cast<T*>(a.result);
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) dropout_kernel(const Dropout a, uint
       Four<uint8_t> mask;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const bool kept = words.word[j] < threshold;
+        const bool kept = ones.has(words.word[j]);
         mask.value[j] = kept;
         out.value[j] = dropped(in.value[j], kept, a.scale);
       }
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) dropout_kernel(const Dropout a, uint
       *reinterpret_cast<Four<uint8_t>*>(a.mask + first) = mask;
     } else {
       for (int j = 0; j < 4 && first + j < a.count; ++j) {
-        const bool kept = words.word[j] < threshold;
+        const bool kept = ones.has(words.word[j]);
         a.mask[first + j] = kept;
         result[first + j] = dropped(x[first + j], kept, a.scale);
       }
@@ -52,7 +52,7 @@ void launch(const Dropout& a, cudaStream_t stream) {
   const auto grid = static_cast<unsigned>(std::min<int64_t>(blocks, int64_t{1} << 20));
   const auto address = [](const void* p) { return reinterpret_cast<uintptr_t>(p); };
   const bool aligned = (address(a.x) | address(a.result)) % sizeof(Four<T>) == 0 && address(a.mask) % 4 == 0;
-  dropout_kernel<T><<<grid, kThreads, 0, stream>>>(a, threshold_of(a.keep), aligned);
+  dropout_kernel<T><<<grid, kThreads, 0, stream>>>(a, BernoulliWords(a.keep), aligned);
 }
 
 }  // namespace

@@ -35,7 +35,14 @@ __global__ void __launch_bounds__(kThreads) random_fill_kernel(const RandomFill 
 #pragma unroll
         for (int j = 0; j < 4; ++j) values[j] = first + j < a.count ? bernoulli_of(a, first + j, words.word[j]) : 0.0f;
       } else {
-        random_four<kDistribution>(words, parameters, values);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if constexpr (kDistribution == Distribution::kNormal) {
+            if (j % 2 == 0) normal_pair(words.word[j], words.word[j + 1], parameters, &values[j], &values[j + 1]);
+          } else {
+            values[j] = random_one<kDistribution>(words.word[j], parameters);
+          }
+        }
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) out.value[j] = random_element<T>(a, values[j]);
