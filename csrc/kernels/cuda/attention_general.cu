@@ -43,7 +43,7 @@ __device__ float over_block(float x, float* shared) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) general_kernel(const Attention a) {
+__global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, int64_t blocks) {
   extern __shared__ float shared[];  // the query, then the sums of values
   __shared__ float probability[kThreads], reduced[kThreads / 32];
   __shared__ int64_t key_rows[kThreads];
@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a) {
       int64_t block = sequence, slot = key + first_row;
       if (a.block_table.data != nullptr) {
         block = a.block_table[sequence * a.block_table_stride + key / a.block_size];
+        if (blocks > 0) block = min(max(block, int64_t{0}), blocks - 1);  // nobody could report it
         slot = key % a.block_size;
       }
       const T* k =
@@ -149,7 +150,7 @@ void launch(const Attention& a, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(a.queries), static_cast<unsigned>(a.heads),
                   static_cast<unsigned>(ragged ? 1 : a.batch));
   const auto bytes = static_cast<size_t>(a.head_size + a.value_size) * sizeof(float);
-  general_kernel<T><<<grid, kThreads, bytes, stream>>>(a);
+  general_kernel<T><<<grid, kThreads, bytes, stream>>>(a, extras.blocks);
   check(cudaGetLastError(), "attention");
 }
 
