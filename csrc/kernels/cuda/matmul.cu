@@ -3,9 +3,7 @@
 #include "kernels/cuda/matmul_kernels.h"
 
 namespace quartz::kernels::cuda {
-namespace {
 
-// Whether the copy engine can read [batch, rows, k], and which dimension is adjacent in memory.
 bool can_copy(const void* data, int64_t batch, int64_t rows, int64_t k, int64_t batch_stride, int64_t row,
               int64_t column, bool& k_major) {
   constexpr int64_t kElements = 8, kMostBytes = int64_t{1} << 40;  // 16 bytes; the largest stride
@@ -15,8 +13,6 @@ bool can_copy(const void* data, int64_t batch, int64_t rows, int64_t k, int64_t 
   k_major = (column == 1 || k == 1) && multiple(row);
   return k_major || ((row == 1 || rows == 1) && multiple(column));
 }
-
-}  // namespace
 
 bool matmul(const Matmul& given) {
   Matmul a = given;

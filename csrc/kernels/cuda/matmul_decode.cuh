@@ -77,17 +77,24 @@ __global__ void __launch_bounds__(Tile::kThreads)
       copy(base + stage * Tile::kStageBytes + kBlocks * Tile::kXBytes, Tile::kWBytes, w_map, at.n, step,
            at.batch * p.w_batched, ring.full + 8 * stage, once);
     };
+    const auto prefetch_w = [&](const Position& at, int step) {
+      const int batch = at.batch * p.w_batched;
+      if (p.whole_blocks) return prefetch_4d(w_map, 0, at.n, step * kBlocks, batch);
+      for (int i = 0; i < kBlocks; ++i) prefetch_4d(w_map, (step * kBlocks + i) * 64, at.n, 0, batch);
+    };
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const Position at = position(tile);
       int step = 0;
-      if (tile == static_cast<int>(blockIdx.x)) {  // the first fill: weights while the previous kernel still runs
+      if (tile == static_cast<int>(blockIdx.x)) {  // the first fill
         const int fill = min(steps, kStages);
-        if (!p.frozen_weights) wait_for_previous_kernel();
-        for (int i = 0; i < fill; ++i) copy_w(at, i, i);
-        if (p.frozen_weights) {
-          prefetch_map(x_map);
-          wait_for_previous_kernel();
-        }
+        while_previous_kernel_runs(
+            p.frozen_weights, x_map,
+            [&] {
+              for (int i = 0; i < fill; ++i) copy_w(at, i, i);
+            },
+            [&] {
+              for (int i = 0; i < fill; ++i) prefetch_w(at, i);
+            });
         for (; step < fill; ++step, ring.next()) copy_x(at, step, step);
       }
       for (; step < steps; ++step, ring.next()) {
@@ -169,7 +176,7 @@ void run_decode(const Matmul& a) {
   allow_shared_bytes(decode_kernel<Tile>, Tile::kBytes, allowed);
   const int64_t tiles = (a.m + Tile::kX - 1) / Tile::kX * ((a.n + Tile::kW - 1) / Tile::kW) * a.batch;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors()));
-  launch(decode_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, a.frozen_weights}, a.stream,
+  launch(decode_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, true}, a.stream,
          decode_map(a.x, a.dtype, a.batch, a.m, a.k, a.x_batch, a.x_row, Tile::kX, Tile::kBlocks),
          decode_map(a.w, a.dtype, a.batch, a.n, a.k, a.w_batch, a.w_row, Tile::kW, Tile::kBlocks), product_of(a));
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/moe_tables.cuh"
 #include "kernels/elementary.h"
 #include "kernels/matmul_cuda.h"
 
@@ -26,7 +27,23 @@ struct Product {
   bool copy_stores;   // the copy engine can store whole tiles
   bool whole_blocks;  // k is a multiple of 64
   bool frozen_weights;
+  const MoeTile* ranges;  // PrefillTile::kRaggedK: those of the k of each batch
 };
+
+// The start of a kernel that was launched early, by the thread that starts the copies. Weights that nothing in flight
+// writes are copied before the kernels before this one have ended; others are only fetched into the L2 cache until
+// then, which cannot give old values, and copied from there.
+template <class Copy, class Prefetch>
+QUARTZ_DEVICE void while_previous_kernel_runs(bool frozen_weights, const CUtensorMap& x_map, const Copy& copy_weights,
+                                              const Prefetch& prefetch_weights) {
+  if (frozen_weights)
+    copy_weights();
+  else
+    prefetch_weights();
+  prefetch_map(x_map);
+  wait_for_previous_kernel();
+  if (!frozen_weights) copy_weights();
+}
 
 inline Product product_of(const Matmul& a) {
   const auto out_bytes = size_of(a.out_dtype);
