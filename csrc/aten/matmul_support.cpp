@@ -167,7 +167,7 @@ bool multiply(const at::Tensor& x, const at::Tensor& y, const at::Tensor& out, c
   return true;
 }
 
-void multiply_groups(const kernels::Matmul& a, const at::Tensor& out) {
+void multiply_groups(const kernels::Matmul& a, [[maybe_unused]] const at::Tensor& out) {
 #if QUARTZ_WITH_CUDA
   if (on_gpu(out)) {
     const auto call = gpu_call(a, out);
