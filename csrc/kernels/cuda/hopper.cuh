@@ -217,8 +217,20 @@ QUARTZ_DEVICE void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32
 QUARTZ_DEVICE void store_shared(uint32_t address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
+QUARTZ_DEVICE void store_shared(uint32_t address, uint32_t bits) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
 template <class T>
 QUARTZ_DEVICE T load_shared(uint32_t address);
+template <>
+QUARTZ_DEVICE uint4 load_shared<uint4>(uint32_t address) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(address)
+               : "memory");
+  return bits;
+}
 template <>
 QUARTZ_DEVICE uint32_t load_shared<uint32_t>(uint32_t address) {
   uint32_t bits;

@@ -30,6 +30,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
   using T = typename Tile::T;
   constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kAcross = Tile::kAcross, kDown = Tile::kDown;
   constexpr int kGroups = Tile::kGroups;
+  constexpr int kAhead = 4;                    // stages of weights that may change, fetched early; measured
   constexpr int kPeers = kAcross + kDown - 1;  // blocks that a block's copies go to, itself included
   const uint32_t base = shared_address(aligned_shared());
   Ring ring(base + Tile::kBarriers, kStages);
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
             for (int i = 0; i < fill; ++i) copy_w(i, i);
           },
           [&] {
-            for (int i = 0; i < fill; ++i) prefetch_w(i);
+            for (int i = 0; i < min(fill, kAhead); ++i) prefetch_w(i);
           });
       int step = 0;
       for (; step < fill; ++step, ring.next()) copy_x(step, step);
@@ -119,7 +120,12 @@ __global__ void __launch_bounds__(Tile::kThreads)
     wgmma_wait<0>();
     const int m = m0 + 64 * group;
     finish_sums<T, Tile::kW, false>(p, batch, m, n0, d);
-    store_sums_directly<T, Tile::kW>(p, batch, m, min(64, p.m - m), n0, d);
+    if (p.vector_stores) {
+      named_barrier(1, 128 * kGroups);  // all have come, and nobody multiplies from the stages any more
+      store_sums_turned<T, Tile::kW>(p, batch, m, min(64, p.m - m), n0, d, base + warp * kTurnBytes<Tile::kW>);
+    } else {
+      store_sums_directly<T, Tile::kW>(p, batch, m, min(64, p.m - m), n0, d);
+    }
   }
   // No block may leave while others can still copy to it or arrive at its barriers.
   __syncwarp();

@@ -22,8 +22,8 @@ template <class T>
 void decode(const Matmul& a) {
   if (a.m <= 8) {
     // Few columns, as of a router: narrow tiles, or most multiprocessors would have nothing to read.
-    if (a.activation == Activation::kNone && a.n * a.batch <= 16 * multiprocessors())
-      return run_decode<DecodeTile<T, false, 16, 8, 16, 4>>(a);
+    if (a.activation == Activation::kNone && a.n * a.batch <= 256)
+      return run_decode<DecodeTile<T, false, 8, 8, 9, 8>>(a);
     if (a.activation == Activation::kNone && a.n * a.batch > 8448)
       return run_decode<DecodeTile<T, false, 192, 8, 8, 1>>(a);
     return run_decode<DecodeTile<T, true, 64, 8, 6, 4>>(a);

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
                   const __grid_constant__ Product p) {
   using T = typename Tile::T;
   constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages;
+  constexpr int kAhead = Tile::kSwap ? 2 : 4;  // stages of weights that may change, fetched early; measured
   const uint32_t base = shared_address(aligned_shared());
   Ring ring(base + Tile::kBarriers, kStages);
   if (threadIdx.x == 0) ring.init(1);
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
               for (int i = 0; i < fill; ++i) copy_w(at, i, i);
             },
             [&] {
-              for (int i = 0; i < fill; ++i) prefetch_w(at, i);
+              for (int i = 0; i < min(fill, kAhead); ++i) prefetch_w(at, i);
             });
         for (; step < fill; ++step, ring.next()) copy_x(at, step, step);
       }
@@ -134,7 +135,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
     const Position at = position(tile);
     if constexpr (!Tile::kSwap) {
       finish_sums<T, Tile::kW, Tile::kActivate>(p, at.batch, at.m, at.n, d);
-      store_sums_directly<T, Tile::kW>(p, at.batch, at.m, min(Tile::kX, p.m - at.m), at.n, d);
+      const int rows = min(Tile::kX, p.m - at.m);
+      if (p.vector_stores && tiles <= static_cast<int>(gridDim.x)) {
+        named_barrier(1, 128);  // the only tile: nobody multiplies from the stages any more
+        store_sums_turned<T, Tile::kW>(p, at.batch, at.m, rows, at.n, d, base + warp * kTurnBytes<Tile::kW>);
+      } else {
+        store_sums_directly<T, Tile::kW>(p, at.batch, at.m, rows, at.n, d);
+      }
       continue;
     }
     // Rows of d are n, its columns m.

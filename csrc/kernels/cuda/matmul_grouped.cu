@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
       continue;
     }
     const int mine = (length + cap - 1) / cap, last = made + scan(mine, sum);
-    for (int i = 0; i < mine; ++i) tiles[last - mine + i] = moe_tile(g, begin, length, cap, i);
+    for (int i = 0; i < mine; ++i) tiles[last - mine + i] = moe_tile(g, begin, length, cap, kMoeTogether, i);
     made += shared[kThreads - 1];
   }
   if (blockIdx.x == 0 && thread == 0) *count = made;

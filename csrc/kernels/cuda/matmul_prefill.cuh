@@ -173,29 +173,19 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
           copy_3d(to + i * 8192, w_map, at.n + i * 64, first_k + block * 64, batch, full);
       }
     };
-    const auto prefetch_w = [&](const Position& at, int block) {
-      const int batch = at.batch * p.w_batched;
-      if constexpr (Tile::kWMajor == Major::kK) {
-        prefetch_3d(w_map, block * 64, at.n, batch);
-      } else {
-        for (int i = 0; i < kN / 64; ++i) prefetch_3d(w_map, at.n + i * 64, first_k + block * 64, batch);
-      }
-    };
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const Position at = position(tile);
       const Range range = range_of(at);
       first_k = range.first;
       int block = 0;
-      if (tile == blockIdx.x) {  // the first fill
+      if (tile == blockIdx.x) {  // the first fill: weights while the previous kernel still runs
         const int fill = min(range.blocks, kStages);
-        while_previous_kernel_runs(
-            p.frozen_weights, x_map,
-            [&] {
-              for (int i = 0; i < fill; ++i) copy_w(at, i, i);
-            },
-            [&] {
-              for (int i = 0; i < fill; ++i) prefetch_w(at, i);
-            });
+        if (!p.frozen_weights) wait_for_previous_kernel();
+        for (int i = 0; i < fill; ++i) copy_w(at, i, i);
+        if (p.frozen_weights) {
+          prefetch_map(x_map);
+          wait_for_previous_kernel();
+        }
         for (; block < fill; ++block, ring.next()) copy_x(at, block, block);
       }
       for (; block < range.blocks; ++block, ring.next()) {
@@ -246,9 +236,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
     const int m0 = at.m + group * 64;
     finish_sums<T, kN, Tile::kActivate>(p, at.batch, m0, at.n, d);
-    if constexpr (kStoreColumns<T, kN> == 0)
-      store_sums_directly<T, kN>(p, at.batch, m0, min(64, p.m - m0), at.n, d);
-    else if (p.out_float)
+    if constexpr (kStoreColumns<T, kN> == 0) {
+      if (p.vector_stores)
+        store_sums_turned<T, kN>(p, at.batch, m0, min(64, p.m - m0), at.n, d, buffers + (warp & 3) * kTurnBytes<kN>);
+      else
+        store_sums_directly<T, kN>(p, at.batch, m0, min(64, p.m - m0), at.n, d);
+    } else if (p.out_float)
       store_sums<T, float, kN>(p, out_map, at.batch, m0, at.n, d, buffers, buffer, 1 + group);
     else
       store_sums<T, T, kN>(p, out_map, at.batch, m0, at.n, d, buffers, buffer, 1 + group);
@@ -280,7 +273,7 @@ void run_prefill(const Matmul& a, [[maybe_unused]] const MoeTile* ranges = nullp
           : x;  // not used
   const int64_t tiles = (a.m + Tile::kM - 1) / Tile::kM * ((a.n + Tile::kN - 1) / Tile::kN) * a.batch;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors()));
-  launch(prefill_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, !Tile::kRaggedK}, a.stream, x, w, out,
+  launch(prefill_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, a.frozen_weights}, a.stream, x, w, out,
          p);
 }
 

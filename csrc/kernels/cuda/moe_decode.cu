@@ -8,16 +8,12 @@ namespace {
 template <class Up, class Down>
 void run(const MoeExperts& a, const MoePlan& plan) {
   const bool sorted = plan.kind == MoePlan::Kind::kSorted;
-  const CUtensorMap down = moe_weight_map<Down>(a.down, a.dtype, a.experts, plan.down.columns, a.width);
-  MoeProduct first = plan.up;
-  const int panels = (plan.down.columns + Down::kW - 1) / Down::kW;
-  const int steps = (plan.down.k_blocks + Down::kBlocks - 1) / Down::kBlocks;
-  first.next = {panels, Down::kW, Down::kBlocks, std::min(steps, Down::kStages)};
   run_moe_decode<Up>(moe_k_major_map(sorted ? plan.sorted_x : a.x, a.dtype, 1, sorted ? plan.pairs : a.tokens, a.hidden,
                                      sorted ? a.hidden : a.x_row, Up::kX, Up::kBlocks),
-                     moe_weight_map<Up>(a.up, a.dtype, a.experts, plan.up.columns, a.hidden), down, first, a.stream);
-  run_moe_decode<Down>(moe_k_major_map(plan.h, a.dtype, 1, plan.pairs, a.width, a.width, Down::kX, Down::kBlocks), down,
-                       down, plan.down, a.stream);
+                     moe_weight_map<Up>(a.up, a.dtype, a.experts, plan.up.columns, a.hidden), plan.up, a.stream);
+  run_moe_decode<Down>(moe_k_major_map(plan.h, a.dtype, 1, plan.pairs, a.width, a.width, Down::kX, Down::kBlocks),
+                       moe_weight_map<Down>(a.down, a.dtype, a.experts, plan.down.columns, a.width), plan.down,
+                       a.stream);
 }
 
 template <class T>
@@ -34,10 +30,7 @@ void k_major(const MoeExperts& a, const MoePlan& plan) {
       return run<Up, MoeDecodeTile<T, 256, 32, 6, 1, kK, kDown, false>>(a, plan);
     }
     default:
-      if (plan.caps.up == 32)
-        return run<MoeDecodeTile<T, 192, 32, 7, 1, kK, kUp, false>, MoeDecodeTile<T, 256, 32, 6, 1, kK, kDown, false>>(
-            a, plan);
-      return run<MoeDecodeTile<T, 192, 64, 6, 1, kK, kUp, false>, MoeDecodeTile<T, 256, 64, 5, 1, kK, kDown, false>>(
+      return run<MoeDecodeTile<T, 192, 32, 7, 1, kK, kUp, false>, MoeDecodeTile<T, 256, 32, 6, 1, kK, kDown, false>>(
           a, plan);
   }
 }
@@ -56,10 +49,7 @@ void transposed(const MoeExperts& a, const MoePlan& plan) {
       return run<Up, MoeDecodeTile<T, 192, 32, 7, 1, kMN, kDown, false>>(a, plan);
     }
     default:
-      if (plan.caps.up == 32)
-        return run<MoeDecodeTile<T, 192, 32, 7, 1, kMN, kUp, false>,
-                   MoeDecodeTile<T, 192, 32, 7, 1, kMN, kDown, false>>(a, plan);
-      return run<MoeDecodeTile<T, 192, 64, 6, 1, kMN, kUp, false>, MoeDecodeTile<T, 192, 64, 6, 1, kMN, kDown, false>>(
+      return run<MoeDecodeTile<T, 192, 32, 7, 1, kMN, kUp, false>, MoeDecodeTile<T, 192, 32, 7, 1, kMN, kDown, false>>(
           a, plan);
   }
 }
@@ -81,9 +71,8 @@ void moe_down_decode(const void* h, int64_t h_row, const void* w, DType dtype, b
                      const MoeProduct& p, void* stream) {
   const auto run = [&](auto tile) {
     using Tile = decltype(tile);
-    const CUtensorMap weights = moe_weight_map<Tile>(w, dtype, p.experts, p.columns, k);
-    run_moe_decode<Tile>(moe_k_major_map(h, dtype, 1, rows, k, h_row, Tile::kX, Tile::kBlocks), weights, weights, p,
-                         stream);
+    run_moe_decode<Tile>(moe_k_major_map(h, dtype, 1, rows, k, h_row, Tile::kX, Tile::kBlocks),
+                         moe_weight_map<Tile>(w, dtype, p.experts, p.columns, k), p, stream);
   };
   constexpr auto kNone = MoeGates::kNone;
   if (dtype == DType::kBFloat16) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/moe_combine.cuh"
 #include "kernels/cuda/moe_gate.cuh"
 #include "kernels/cuda/moe_tables.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -22,13 +21,6 @@ struct MoeProduct {
   GateRule rule;
   bool frozen_weights;
   bool early;  // launched so; only where the tables were complete before the kernel before this one let it start
-  // Of the second product for few pairs, which combines: the weights of the pairs, and the result [pairs / k, columns].
-  const float* weights;
-  void* y;
-  // Of the first product: how the second will read its weights, which this one fetches into the L2 cache.
-  struct Next {
-    int panels, width, blocks, steps;  // panels of `width` columns; steps of `blocks` blocks of 64 k before it waits
-  } next;
 };
 
 // How the gates and ups lie in a row of the first product; kNone: the second product.
@@ -51,7 +43,7 @@ struct MoeDecodeTile {
   static constexpr int kBarriers = kStages * kStageBytes + (64 - kX) * kSwizzleRow;
   static constexpr int kBytes = kBarriers + 16 * kStages + 1024;
   static constexpr int kThreads = 160;
-  static constexpr int kStaticBytes = (kWholeBatch ? 1024 : 0) + (kFew ? 2752 : 0) + 64;
+  static constexpr int kStaticBytes = (kWholeBatch ? 1024 : 0) + (kFew ? 1792 : 0) + 64;
   static_assert(kBytes + kStaticBytes <= kSharedBytes && (kMajor == Major::kK || kW % 64 == 0));
 };
 
@@ -120,52 +112,10 @@ QUARTZ_DEVICE void store_moe_row(const MoeProduct& p, int64_t row, int panel, co
     store_moe_row_as<Tile, GateKind::kRelu>(p, row, panel, d, h);
 }
 
-// By the 128 threads that multiply, after they have stored a tile of `panel`: the block whose tile is the last of the
-// panel combines its columns for every token. Which block that is touches no bit.
-template <class Tile>
-QUARTZ_DEVICE void combine_panel(const MoeProduct& p, const FewPairs& few, int panel) {
-  using T = typename Tile::T;
-  constexpr int kVectors = Tile::kW / 8;
-  __shared__ int ordered[kFewPairs];  // pairs of a token, by ascending row
-  __shared__ int used[kFewPairs];     // of them
-  __shared__ bool last;
-  __threadfence();
-  named_barrier(1, 128);
-  const int i = threadIdx.x, tokens = p.pairs / p.k;
-  if (i == 0) last = atomicAdd(p.tables.arrivals + panel, 1) == few.tile_count - 1;
-  named_barrier(1, 128);
-  if (!last) return;
-  __threadfence();
-  if (i < p.pairs) {
-    const int token = i / p.k, row = few.row_of[i];
-    int place = 0, valid = 0;
-    for (int q = token * p.k; q < (token + 1) * p.k; ++q) {
-      const int other = few.row_of[q];
-      place += other >= 0 && other < row;
-      valid += other >= 0;
-    }
-    if (row >= 0) ordered[token * p.k + place] = i;
-    if (i == token * p.k) used[token] = valid;
-  }
-  named_barrier(1, 128);
-  for (int item = i; item < tokens * kVectors; item += 128) {
-    const int token = item / kVectors, column = panel * Tile::kW + item % kVectors * 8, n = used[token];
-    if (column >= p.out_width) continue;
-    const auto* const o = static_cast<const uint16_t*>(p.out) + column;
-    WeightedSum<T> sum;
-#pragma unroll 8
-    for (int s = 0; s < n; ++s) {
-      const int pair = ordered[token * p.k + s];
-      sum.add(p.weights[pair], __ldcg(reinterpret_cast<const uint4*>(o + int64_t{few.row_of[pair]} * p.out_width)));
-    }
-    *reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.y) + int64_t{token} * p.out_width + column) = sum.rounded();
-  }
-}
-
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads)
     moe_decode_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map,
-                      const __grid_constant__ CUtensorMap next_map, const __grid_constant__ MoeProduct p) {
+                      const __grid_constant__ MoeProduct p) {
   using T = typename Tile::T;
   constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kW = Tile::kW;
   constexpr bool kUp = Tile::kGates != MoeGates::kNone;
@@ -182,16 +132,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
   const MoeTile* tile_table = kUp ? p.tables.up_tiles : p.tables.down_tiles;
   const int* pair_of = p.tables.pair_of;
   int row_tiles;
-  const FewPairs* few_pairs = nullptr;
   if constexpr (Tile::kFew) {
     __shared__ FewPairs few;
     few.order(p.ids, p.pairs, p.experts, kUp ? kFewPairs : Tile::kX);
     tile_table = few.tiles;
     pair_of = few.pair_of;
     row_tiles = few.tile_count;
-    few_pairs = &few;
-    if (kUp && blockIdx.x == 0)
-      for (int i = threadIdx.x; i < p.next.panels; i += Tile::kThreads) p.tables.arrivals[i] = 0;
+    if (kUp && blockIdx.x == 0 && threadIdx.x < p.pairs) p.tables.row_of[threadIdx.x] = few.row_of[threadIdx.x];
   } else {
     row_tiles = *reinterpret_cast<volatile const int*>(p.tables.counts + (kUp ? 0 : 1));
   }
@@ -233,7 +180,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
       if (!begun) {
         begun = true;
         const int fill = min(steps, kStages);
-        if (!kUp && !p.frozen_weights) wait_for_previous_kernel();  // the first product has fetched them into the cache
+        if (!kUp && !p.frozen_weights) wait_for_previous_kernel();
         for (int i = 0; i < fill; ++i) copy_w(tile.expert, panel, i, i);
         if (!kUp) {
           prefetch_map(x_map);
@@ -248,23 +195,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
       }
     }
     if (!begun) wait_for_previous_kernel();
-    if constexpr (kUp) {
-      // All copies of this block are on their way: what it will want first in the second product comes behind them, so
-      // that the memory is not idle between the two.
-      const int next_tiles = Tile::kFew ? row_tiles : *reinterpret_cast<volatile const int*>(p.tables.counts + 1);
-      if (static_cast<int>(blockIdx.x) >= next_tiles * p.next.panels) return;
-      const int expert = (Tile::kFew ? tile_table : p.tables.down_tiles)[blockIdx.x / p.next.panels].expert;
-      const int column = static_cast<int>(blockIdx.x) % p.next.panels * p.next.width;
-      for (int step = 0; step < p.next.steps; ++step) {
-        if constexpr (Tile::kMajor == Major::kK) {
-          prefetch_4d(next_map, 0, column, step * p.next.blocks, expert);
-        } else {
-          for (int i = 0; i < p.next.blocks; ++i)
-            for (int j = 0; j < p.next.width; j += 64)
-              prefetch_3d(next_map, column + j, (step * p.next.blocks + i) * 64, expert);
-        }
-      }
-    }
     return;
   }
 
@@ -328,14 +258,6 @@ __global__ void __launch_bounds__(Tile::kThreads)
 #pragma unroll 1
       for (int r = 0; r < rows; ++r) store_moe_row<Tile>(p, int64_t{row} + r, panel, d, h);
     }
-    if constexpr (Tile::kFew && !kUp) combine_panel<Tile>(p, *few_pairs, panel);
-  }
-  if constexpr (Tile::kFew && !kUp) {
-    if (row_tiles > 0) return;
-    wait_for_previous_kernel();  // no pair has an expert
-    const int vectors = p.pairs / p.k * (p.out_width / 8);
-    for (int i = blockIdx.x * 128 + threadIdx.x; i < vectors; i += gridDim.x * 128)
-      static_cast<uint4*>(p.y)[i] = make_uint4(0, 0, 0, 0);
   }
 }
 
@@ -359,13 +281,12 @@ CUtensorMap moe_weight_map(const void* data, DType dtype, int64_t experts, int64
 }
 
 template <class Tile>
-void run_moe_decode(const CUtensorMap& x, const CUtensorMap& w, const CUtensorMap& next, const MoeProduct& p,
-                    void* stream) {
+void run_moe_decode(const CUtensorMap& x, const CUtensorMap& w, const MoeProduct& p, void* stream) {
   static std::atomic<uint64_t> allowed{0};
   allow_shared_bytes(moe_decode_kernel<Tile>, Tile::kBytes, allowed);
   launch(moe_decode_kernel<Tile>,
          {dim3(static_cast<unsigned>(multiprocessors())), Tile::kThreads, Tile::kBytes, 1, 1, p.early}, stream, x, w,
-         next, p);
+         p);
 }
 
 }  // namespace quartz::kernels::cuda

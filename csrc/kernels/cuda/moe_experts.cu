@@ -1,11 +1,10 @@
 // order -> (gather) -> first product with the gate -> second product -> combine. Up to kFewPairs pairs the products
-// find the order themselves and the second one combines; up to 64 tokens the first product reads the batch as it is;
-// prefill gathers while it copies.
+// find the order themselves; up to 64 tokens the first product reads the batch as it is; prefill gathers while it
+// copies.
 #include <climits>
 #include <cmath>
 
 #include "kernels/cuda/launch.h"
-#include "kernels/cuda/moe_combine.cuh"
 #include "kernels/cuda/moe_kernels.h"
 
 namespace quartz::kernels::cuda {
@@ -54,12 +53,20 @@ __global__ void __launch_bounds__(kCombineThreads)
   __syncthreads();
   const int column = (blockIdx.y * kCombineThreads + threadIdx.x) * 8;
   if (column >= hidden) return;
-  WeightedSum<T> sum;
+  float sums[8] = {};
   const int n = used;
 #pragma unroll 8
-  for (int i = 0; i < n; ++i)
-    sum.add(factors[i], *reinterpret_cast<const uint4*>(o + int64_t{rows[i]} * hidden + column));
-  *reinterpret_cast<uint4*>(y + token * hidden + column) = sum.rounded();
+  for (int i = 0; i < n; ++i) {
+    const uint4 bits = *reinterpret_cast<const uint4*>(o + int64_t{rows[i]} * hidden + column);
+    const uint32_t words[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      sums[2 * q] = __fmaf_rn(factors[i], to_float(T{static_cast<uint16_t>(words[q])}), sums[2 * q]);
+      sums[2 * q + 1] = __fmaf_rn(factors[i], to_float(T{static_cast<uint16_t>(words[q] >> 16)}), sums[2 * q + 1]);
+    }
+  }
+  *reinterpret_cast<uint4*>(y + token * hidden + column) = make_uint4(
+      pack<T>(sums[0], sums[1]), pack<T>(sums[2], sums[3]), pack<T>(sums[4], sums[5]), pack<T>(sums[6], sums[7]));
 }
 
 template <class T>
@@ -75,7 +82,7 @@ MoePlan::Kind kind_of(const MoeExperts& a) {
   const int64_t pairs = a.tokens * a.k;
   if (a.tokens <= 8 && pairs <= kFewPairs) return MoePlan::Kind::kFew;
   if (a.tokens <= 64 && pairs <= 24 * a.experts) return MoePlan::Kind::kWholeBatch;
-  if (pairs <= 44 * a.experts) return MoePlan::Kind::kSorted;
+  if (pairs <= 20 * a.experts) return MoePlan::Kind::kSorted;
   return MoePlan::Kind::kPrefill;
 }
 
@@ -85,17 +92,17 @@ int64_t plan_workspace(const MoeExperts& a, MoePlan& plan) {
   plan.pairs = a.tokens * a.k;
   switch (plan.kind) {
     case MoePlan::Kind::kFew:
-      plan.caps = {8, 8};
+      plan.caps = {8, 8, 1};
       break;
     case MoePlan::Kind::kWholeBatch:
       // A second tile of an expert reads its weights again: nearly all experts must fit into one.
-      plan.caps = {64, plan.pairs <= 10 * a.experts ? 16 : 32};
+      plan.caps = {64, plan.pairs <= 10 * a.experts ? 16 : 32, 1};
       break;
     case MoePlan::Kind::kSorted:
-      plan.caps = plan.pairs <= 20 * a.experts ? MoeCaps{32, 32} : MoeCaps{64, 64};
+      plan.caps = {32, 32, 1};
       break;
     case MoePlan::Kind::kPrefill:
-      plan.caps = {128, 128};
+      plan.caps = {128, 128, kMoeTogether};
       break;
   }
   int64_t used = 0;
@@ -114,7 +121,6 @@ int64_t plan_workspace(const MoeExperts& a, MoePlan& plan) {
       plan.pairs > kMoeOneBlock
           ? static_cast<int*>(take((plan.pairs + kMoePart - 1) / kMoePart * a.experts * int64_t{sizeof(int)}))
           : nullptr;
-  plan.tables.arrivals = plan.kind == MoePlan::Kind::kFew ? static_cast<int*>(take(a.hidden / 64 * 4)) : nullptr;
   plan.sorted_x = plan.kind == MoePlan::Kind::kSorted ? take(2 * plan.pairs * a.hidden) : nullptr;
   plan.h = take(2 * plan.pairs * a.width);
   plan.o = take(2 * plan.pairs * a.hidden);
@@ -137,9 +143,7 @@ MoeProduct product_of(const MoeExperts& a, const MoePlan& plan, bool up) {
                      a.up_offset == 0.0f;
   p.rule = {a.activation, a.alpha, a.limit, a.up_offset, plain};
   p.frozen_weights = a.frozen_weights;
-  p.early = kMoeEarly;
-  p.weights = a.weights;
-  p.y = a.y;
+  p.early = up || plan.kind != MoePlan::Kind::kPrefill || a.frozen_weights;  // by speed
   return p;
 }
 
@@ -173,7 +177,6 @@ void moe_experts(const MoeExperts& a) {
     moe_products_prefill(a, plan);
   else
     moe_products_decode(a, plan);
-  if (plan.kind == MoePlan::Kind::kFew) return;  // the second product has combined
   if (a.dtype == DType::kBFloat16)
     combine<BFloat16>(a, plan);
   else

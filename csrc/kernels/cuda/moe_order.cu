@@ -77,9 +77,10 @@ __device__ int make_tiles(int total, int experts, MoeCaps caps, const MoeTables&
   int sums[3] = {total, up_tiles, down_tiles};
   block_scan(sums, warp_sums);
   const int row = sums[0] - total;
-  for (int i = 0; i < up_tiles; ++i) tables.up_tiles[sums[1] - up_tiles + i] = moe_tile(e, row, total, caps.up, i);
+  for (int i = 0; i < up_tiles; ++i)
+    tables.up_tiles[sums[1] - up_tiles + i] = moe_tile(e, row, total, caps.up, caps.group, i);
   for (int i = 0; i < down_tiles; ++i)
-    tables.down_tiles[sums[2] - down_tiles + i] = moe_tile(e, row, total, caps.down, i);
+    tables.down_tiles[sums[2] - down_tiles + i] = moe_tile(e, row, total, caps.down, caps.group, i);
   if (e == kThreads - 1) {
     tables.counts[0] = sums[1];
     tables.counts[1] = sums[2];

@@ -17,13 +17,12 @@ struct MoeTile {
   // of `group` tiles.
   uint16_t place, group;
 };
-constexpr int kMoeRowGroup = 16;
 
-// Tile i of an expert with `total` rows from `row`, in tiles of at most `cap`.
-QUARTZ_DEVICE MoeTile moe_tile(int expert, int row, int total, int cap, int i) {
-  const int tiles = (total + cap - 1) / cap, place = i % kMoeRowGroup;
+// In groups of at most `most`: tile i of an expert with `total` rows from `row`, in tiles of at most `cap`.
+QUARTZ_DEVICE MoeTile moe_tile(int expert, int row, int total, int cap, int most, int i) {
+  const int tiles = (total + cap - 1) / cap, place = i % most;
   return {expert, row + i * cap, min(cap, total - i * cap), static_cast<uint16_t>(place),
-          static_cast<uint16_t>(min(kMoeRowGroup, tiles - (i - place)))};
+          static_cast<uint16_t>(min(most, tiles - (i - place)))};
 }
 // The t-th piece of work among all (tile, panel of columns): the tiles of a group for one panel follow each other.
 struct MoeWork {
@@ -44,13 +43,14 @@ struct MoeTables {
   int* row_of;           // [pairs]: -1 for a pair of no expert
   int* pair_of;          // [rows]
   int* counts_of_parts;  // [parts of kMoePart pairs][experts], only for more than kMoeOneBlock pairs
-  int* arrivals;         // [panels of the second product], only for few pairs
 };
+constexpr int kMoeTogether = 8;
 constexpr int kMoePart = 2048, kMoeOneBlock = 2048;
 
 // Rows of at most this many make a tile.
 struct MoeCaps {
   int up, down;
+  int group;  // tiles that are worked on together
 };
 
 // By one block, or for more than kMoeOneBlock pairs by three kernels.
@@ -86,7 +86,7 @@ struct FewPairs {
     if (p < pairs && before == 0 && id < experts) {
       int tile = 0;
       for (int q = 0; q < pairs; ++q) tile += ids[q] < id ? tiles_of[q] : 0;
-      for (int i = 0; i < tiles_of[p]; ++i) tiles[tile + i] = moe_tile(id, row, same, cap, i);
+      for (int i = 0; i < tiles_of[p]; ++i) tiles[tile + i] = moe_tile(id, row, same, cap, 1, i);
       atomicAdd(&tile_count, tiles_of[p]);
     }
     __syncthreads();

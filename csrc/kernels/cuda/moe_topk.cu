@@ -3,7 +3,6 @@
 
 #include <limits>
 
-#include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/launch.h"
 #include "kernels/row_reduce.h"
 
@@ -84,8 +83,6 @@ __device__ uint32_t dropped_experts(const MoeTopk& a, const float (&choice)[PER_
 template <int PER_LANE>
 __global__ void __launch_bounds__(kWarpsPerBlock * 32) route(const MoeTopk a) {
   extern __shared__ float shared_memory[];
-  let_next_kernel_start();
-  wait_for_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarpsPerBlock + warp;
   if (row >= a.rows) return;
@@ -217,7 +214,7 @@ template <int PER_LANE>
 void run(const MoeTopk& a, void* stream) {
   const auto blocks = static_cast<unsigned>((a.rows + kWarpsPerBlock - 1) / kWarpsPerBlock);
   const int shared = a.kept_groups < a.groups ? kWarpsPerBlock * 2 * static_cast<int>(kMaxExperts * sizeof(float)) : 0;
-  launch(route<PER_LANE>, {dim3(blocks), kWarpsPerBlock * 32, shared, 1, 1, true}, stream, a);
+  launch(route<PER_LANE>, {dim3(blocks), kWarpsPerBlock * 32, shared}, stream, a);
 }
 
 }  // namespace

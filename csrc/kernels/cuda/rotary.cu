@@ -224,28 +224,28 @@ requires(sizeof(T) == 2) struct Angles<T, T, 8> {
 };
 
 // Of the pairs that a thread turns: V from `pair`, or V / 2 from `pair` and V / 2 from `other`.
-template <int V, class C>
+template <int V, bool kRuns, class C>
 __device__ __forceinline__ void read_both(const Rotary& a, const C* row, int64_t pair, int64_t other, bool aligned,
                                           C (&of_a)[V], C (&of_b)[V]) {
-  if constexpr (V > 1) {
-    if (other != pair) {
-      C low_a[V / 2], low_b[V / 2], high_a[V / 2], high_b[V / 2];
-      read_pairs<V / 2>(a, row, pair, aligned, low_a, low_b);
-      read_pairs<V / 2>(a, row, other, aligned, high_a, high_b);
+  if constexpr (kRuns) {
+    C low_a[V / 2], low_b[V / 2], high_a[V / 2], high_b[V / 2];
+    read_pairs<V / 2>(a, row, pair, aligned, low_a, low_b);
+    read_pairs<V / 2>(a, row, other, aligned, high_a, high_b);
 #pragma unroll
-      for (int i = 0; i < V / 2; ++i) {
-        of_a[i] = low_a[i];
-        of_b[i] = low_b[i];
-        of_a[V / 2 + i] = high_a[i];
-        of_b[V / 2 + i] = high_b[i];
-      }
-      return;
+    for (int i = 0; i < V / 2; ++i) {
+      of_a[i] = low_a[i];
+      of_b[i] = low_b[i];
+      of_a[V / 2 + i] = high_a[i];
+      of_b[V / 2 + i] = high_b[i];
     }
+  } else {
+    read_pairs<V>(a, row, pair, aligned, of_a, of_b);
   }
-  read_pairs<V>(a, row, pair, aligned, of_a, of_b);
 }
 
-template <class T, class C, int V>
+// kRuns: pairs interleaved on both sides. A thread then has two runs of V / 2 pairs, so that neighbouring threads have
+// neighbouring runs.
+template <class T, class C, int V, bool kRuns>
 __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool aligned_tables) {
   const int64_t batch = blockIdx.x / a.positions, position = blockIdx.x % a.positions, half = a.rotated / 2;
   const int pair_chunks = static_cast<int>(half / V),
@@ -256,16 +256,15 @@ __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool alig
   for (int item = threadIdx.x; item < chunks * groups; item += kThreads) {
     const int chunk = item % chunks;
     const bool copies = chunk >= pair_chunks;
-    // Interleaved pairs on both sides: two runs of V / 2 pairs, so that neighbouring threads have neighbouring runs.
-    const bool runs = V > 1 && a.in_interleaved && a.out_interleaved;
-    const int64_t pair = static_cast<int64_t>(chunk) * V / (runs ? 2 : 1);
-    const int64_t other = runs ? pair + half / 2 : pair;
-    const int64_t second_run = runs ? 2 * other : 2 * pair + V;  // where the thread's second interleaved run begins
+    const int64_t pair = static_cast<int64_t>(chunk) * (kRuns ? V / 2 : V);
+    const int64_t other = kRuns ? pair + half / 2 : pair;
+    const int64_t second_run = kRuns ? 2 * other : 2 * pair + V;  // where the thread's second interleaved run begins
+    const bool in_interleaved = kRuns || a.in_interleaved, out_interleaved = kRuns || a.out_interleaved;
     Angles<T, C, V> angles;
     if (!copies) {
       C cos_a[V], cos_b[V], sin_a[V], sin_b[V];
-      read_both<V>(a, cos, pair, other, aligned_tables, cos_a, cos_b);
-      read_both<V>(a, sin, pair, other, aligned_tables, sin_a, sin_b);
+      read_both<V, kRuns>(a, cos, pair, other, aligned_tables, cos_a, cos_b);
+      read_both<V, kRuns>(a, sin, pair, other, aligned_tables, sin_a, sin_b);
       angles.set(a.inverse, cos_a, cos_b, sin_a, sin_b);
     }
 #pragma unroll
@@ -285,13 +284,13 @@ __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool alig
           first.store(to + place);
           continue;
         }
-        first.load(from + (a.in_interleaved ? 2 * pair : pair));
-        second.load(from + (a.in_interleaved ? second_run : pair + half));
-        if (a.in_interleaved) split<T, V>(first, second);
+        first.load(from + (in_interleaved ? 2 * pair : pair));
+        second.load(from + (in_interleaved ? second_run : pair + half));
+        if (in_interleaved) split<T, V>(first, second);
         angles.turn(first, second);
-        if (a.out_interleaved) join<T, V>(first, second);
-        first.store(to + (a.out_interleaved ? 2 * pair : pair));
-        second.store(to + (a.out_interleaved ? second_run : pair + half));
+        if (out_interleaved) join<T, V>(first, second);
+        first.store(to + (out_interleaved ? 2 * pair : pair));
+        second.store(to + (out_interleaved ? second_run : pair + half));
       }
     }
   }
@@ -323,9 +322,11 @@ bool vectors_fit(const Rotary& a) {
 template <class T, class C>
 void launch(const Rotary& a, unsigned blocks, cudaStream_t stream) {
   if (vectors_fit<T>(a)) {
-    rotate_positions<T, C, kVector<T>><<<blocks, kThreads, 0, stream>>>(a, tables_fit<C>(a));
+    const auto run = [&](auto kernel) { kernel<<<blocks, kThreads, 0, stream>>>(a, tables_fit<C>(a)); };
+    if (a.in_interleaved && a.out_interleaved) return run(rotate_positions<T, C, kVector<T>, true>);
+    run(rotate_positions<T, C, kVector<T>, false>);
   } else {
-    rotate_positions<T, C, 1><<<blocks, kThreads, 0, stream>>>(a, false);
+    rotate_positions<T, C, 1, false><<<blocks, kThreads, 0, stream>>>(a, false);
   }
 }
 

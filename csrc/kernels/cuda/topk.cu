@@ -10,7 +10,7 @@ namespace quartz::kernels::cuda {
 namespace {
 
 constexpr int kDigits = 256;
-constexpr int kCandidates = 512;  // more are left to the other way
+constexpr int kCandidates = 256;  // more are left to the other way
 
 template <class T>
 __device__ __forceinline__ void put(const TopK& a, const T* x, int64_t rank, unsigned long long key) {
