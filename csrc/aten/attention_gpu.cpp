@@ -87,7 +87,7 @@ void run_gpu_attention(const kernels::Attention& a, const at::Tensor& on, const 
   gpu::AttentionExtras extras;
   extras.blocks = paged.blocks;
   extras.most_queries = paged.most_queries;
-  if (gpu::tile_attention_unsupported(a) != nullptr) return gpu::general_attention(a, stream);
+  if (gpu::tile_attention_unsupported(a) != nullptr) return gpu::general_attention(a, extras.blocks, stream);
   if (a.queries == 0 || a.heads == 0) return;
   const auto plan = gpu::prepare_attention(a, extras);
   at::Tensor words;

@@ -1,15 +1,10 @@
-// _grouped_mm: one product a group (an expert), the groups cut out of one dimension by `offs`. The bits of a row are
-// those of mm with the same operands (kernels/matmul.h). On the host all forms; in the memory of a GPU float32 rows by
-// expert, as one mm a group, which waits for the host to read `offs` (as PyTorch's does): the rest is PyTorch's.
+// _grouped_mm: one product a group (an expert), the groups cut out of one dimension by `offs`.
+// The bits of a row are those of mm with the same operands (kernels/matmul.h).
 #include "aten/alias.h"  // first: the *_ops.h headers do not include what they need
 
 #include <ATen/ops/_grouped_mm_ops.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/mm.h>
 #include <c10/core/DeviceGuard.h>
-#if QUARTZ_WITH_CUDA
-#include <c10/cuda/CUDAGraphsC10Utils.h>
-#endif
 
 #include "aten/kernel_support.h"
 #include "aten/matmul_support.h"
@@ -19,21 +14,9 @@
 namespace quartz {
 namespace {
 
-bool waits_for_gpu_allowed() {
-#if QUARTZ_WITH_CUDA
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() == c10::cuda::CaptureStatus::None;
-#else
-  return true;
-#endif
-}
-
 bool served(const at::Tensor& self, const at::Tensor& mat2, const std::optional<at::Tensor>& offs,
             const std::optional<at::Tensor>& bias, std::optional<at::ScalarType> out_dtype) {
-  if (!multipliable({self, mat2}) || (bias && bias->defined())) return false;
-  if (on_gpu(self) &&
-      (self.scalar_type() != at::kFloat || self.dim() != 2 || mat2.dim() != 3 || !waits_for_gpu_allowed())) {
-    return false;
-  }
+  if (!multipliable({self, mat2}) || !fit_groups(self, mat2) || (bias && bias->defined())) return false;
   if (out_dtype && *out_dtype != self.scalar_type()) return false;
   if (self.dim() < 2 || self.dim() > 3 || mat2.dim() < 2 || mat2.dim() > 3) return false;
   const bool any_flat = self.dim() == 2 || mat2.dim() == 2, has_offs = offs && offs->defined();
@@ -73,25 +56,20 @@ at::Tensor grouped_mm(const at::Tensor& self, const at::Tensor& mat2, const std:
     return out;
   }
 
-  const bool gpu = on_gpu(self);
-  const auto ends = gpu ? offs->cpu() : offs->contiguous();
+  const auto ends = offs->contiguous();
   const auto* end = ends.const_data_ptr<int32_t>();
-  const int64_t whole = flat_x && flat_y ? self.size(1) : (flat_x ? m : n);
-  for (int64_t g = 0; g < groups; ++g) {
-    QUARTZ_CHECK_ARGUMENT(end[g] >= (g == 0 ? 0 : end[g - 1]) && end[g] <= whole, op, "offs",
-                          c10::str("ascend from 0 to at most ", whole), end[g], " for group ", g);
-  }
-  const int64_t covered = groups == 0 ? 0 : end[groups - 1];
-  // What belongs to no group is 0, not what the memory held.
-  if (flat_x != flat_y && covered < whole) out.narrow(flat_x ? 0 : 1, covered, whole - covered).zero_();
-  if (groups == 0 || out.numel() == 0) return out;
-  if (gpu) {
-    for (int64_t g = 0, begin = 0; g < groups; begin = end[g], ++g) {
-      if (end[g] == begin) continue;
-      out.narrow(0, begin, end[g] - begin).copy_(at::mm(self.narrow(0, begin, end[g] - begin), mat2.select(0, g)));
+  if (!on_gpu(self)) {  // a GPU would have to be waited for
+    const int64_t whole = flat_x && flat_y ? self.size(1) : (flat_x ? m : n);
+    for (int64_t g = 0; g < groups; ++g) {
+      QUARTZ_CHECK_ARGUMENT(end[g] >= (g == 0 ? 0 : end[g - 1]) && end[g] <= whole, op, "offs",
+                            c10::str("ascend from 0 to at most ", whole), end[g], " for group ", g);
     }
-    return out;
+    const int64_t covered = groups == 0 ? 0 : end[groups - 1];
+    // What belongs to no group is 0, not what the memory held.
+    if (flat_x != flat_y && covered < whole) out.narrow(flat_x ? 0 : 1, covered, whole - covered).zero_();
   }
+  if (groups == 0) return out.zero_();
+  if (out.numel() == 0) return out;
 
   kernels::Matmul a{};
   a.x = self.const_data_ptr();
@@ -109,7 +87,7 @@ at::Tensor grouped_mm(const at::Tensor& self, const at::Tensor& mat2, const std:
   a.dtype = a.out_dtype = kernel_dtype(self);
   a.ragged = flat_x && flat_y ? kernels::Ragged::kK : (flat_x ? kernels::Ragged::kM : kernels::Ragged::kN);
   a.offsets = end;
-  kernels::cpu::matmul(a, at_parallel());
+  multiply_groups(a, out);
   return out;
 }
 

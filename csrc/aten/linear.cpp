@@ -51,7 +51,7 @@ kernels::Activation linear_activation(const char* op, c10::string_view name) {
 namespace {
 
 at::Tensor quartz_linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                         c10::string_view activation) {
+                         c10::string_view activation, bool frozen_weight) {
   constexpr auto op = "quartz::linear";
   const at::Tensor addend = bias.value_or(at::Tensor());
   check_same_device(op, {{"x", x}, {"weight", weight}, {"bias", addend}});
@@ -70,6 +70,7 @@ at::Tensor quartz_linear(const at::Tensor& x, const at::Tensor& weight, const st
   Epilogue epilogue;
   epilogue.bias = addend;
   epilogue.activation = linear_activation(op, activation);
+  epilogue.frozen_weight = frozen_weight;
   const c10::DeviceGuard guard(x.device());
   auto sizes = x.sizes().vec();
   int64_t rows = 1;
@@ -90,7 +91,9 @@ QUARTZ_OPERATORS(linear) {
   for (const auto key : {c10::DispatchKey::PrivateUse1, c10::DispatchKey::AutogradPrivateUse1}) {
     permanent_library("aten", key).impl("linear", TORCH_FN(linear));
   }
-  operators.define("linear(Tensor x, Tensor weight, Tensor? bias=None, str activation='none') -> Tensor");
+  operators.define(
+      "linear(Tensor x, Tensor weight, Tensor? bias=None, str activation='none', "
+      "bool frozen_weight=False) -> Tensor");
   operators.implement<&quartz_linear>("linear");
 }
 

@@ -1,5 +1,8 @@
 #include "aten/matmul_support.h"
 
+#include <algorithm>
+#include <limits>
+
 #include <ATen/Context.h>
 #if __has_include(<ATen/core/NamedTensor.h>)
 #include <ATen/core/NamedTensor.h>
@@ -44,20 +47,8 @@ bool asks_for_tf32([[maybe_unused]] const at::Tensor& tensor) {
 }
 
 #if QUARTZ_WITH_CUDA
-bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epilogue& epilogue) {
-  const auto activation = gpu_activation(a.activation);
-  if (!activation) return false;
-  if (out.stride(-1) != 1 && a.n > 1) {
-    const auto rows = at::empty(out.sizes(), out.options());
-    auto copy = a;
-    copy.out = rows.mutable_data_ptr();
-    copy.out_strides = matrix_strides(rows);
-    if (!multiply_on_gpu(copy, rows, epilogue)) return false;
-    out.copy_(rows);
-    return true;
-  }
-  auto bias = epilogue.bias;
-  if (bias.defined() && a.bias_strides.column != 1 && a.n > 1) bias = bias.expand(out.sizes()).contiguous();
+// Without bias and activation.
+kernels::cuda::Matmul gpu_call(const kernels::Matmul& a, const at::Tensor& out) {
   kernels::cuda::Matmul call{};
   call.x = a.x;
   call.w = a.w;
@@ -74,18 +65,37 @@ bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epil
   call.w_k = a.w_strides.column;
   call.out_batch = a.out_strides.batch;
   call.out_row = a.out_strides.row;
+  call.dtype = call.bias_dtype = a.dtype;
+  call.out_dtype = a.out_dtype;
+  call.alpha = a.alpha;
+  call.stream = current_gpu_stream(out);
+  return call;
+}
+
+bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epilogue& epilogue) {
+  const auto activation = gpu_activation(a.activation);
+  if (!activation) return false;
+  if (out.stride(-1) != 1 && a.n > 1) {
+    const auto rows = at::empty(out.sizes(), out.options());
+    auto copy = a;
+    copy.out = rows.mutable_data_ptr();
+    copy.out_strides = matrix_strides(rows);
+    if (!multiply_on_gpu(copy, rows, epilogue)) return false;
+    out.copy_(rows);
+    return true;
+  }
+  auto bias = epilogue.bias;
+  if (bias.defined() && a.bias_strides.column != 1 && a.n > 1) bias = bias.expand(out.sizes()).contiguous();
+  auto call = gpu_call(a, out);
   if (bias.defined()) {
     const auto strides = expanded_strides(bias, out.dim());
     call.bias = bias.const_data_ptr();
     call.bias_batch = strides.batch;
     call.bias_row = strides.row;
   }
-  call.dtype = call.bias_dtype = a.dtype;
-  call.out_dtype = a.out_dtype;
-  call.alpha = a.alpha;
   call.beta = a.beta;
   call.activation = *activation;
-  call.stream = current_gpu_stream(out);
+  call.frozen_weights = epilogue.frozen_weight;
   return kernels::cuda::matmul(call);
 }
 #endif
@@ -101,6 +111,8 @@ std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation acti
       return kernels::cuda::Activation::kRelu;
     case kernels::Activation::kSilu:
       return kernels::cuda::Activation::kSilu;
+    case kernels::Activation::kGelu:
+      return kernels::cuda::Activation::kGelu;
     case kernels::Activation::kGeluTanh:
       return kernels::cuda::Activation::kGeluTanh;
     case kernels::Activation::kGeluQuick:
@@ -157,6 +169,28 @@ bool multiply(const at::Tensor& x, const at::Tensor& y, const at::Tensor& out, c
 #endif
   kernels::cpu::matmul(a, at_parallel());
   return true;
+}
+
+void multiply_groups(const kernels::Matmul& a, [[maybe_unused]] const at::Tensor& out) {
+#if QUARTZ_WITH_CUDA
+  if (on_gpu(out)) {
+    const auto call = gpu_call(a, out);
+    const auto workspace =
+        at::empty({kernels::cuda::matmul_grouped_workspace(call, a.ragged)}, out.options().dtype(at::kByte));
+    kernels::cuda::matmul_grouped(call, a.ragged, a.offsets, workspace.mutable_data_ptr());
+    return;
+  }
+#endif
+  kernels::cpu::matmul(a, at_parallel());
+}
+
+bool fit_groups(const at::Tensor& x, const at::Tensor& y) {
+  if (!on_gpu(x)) return true;
+  constexpr int64_t kMost = std::numeric_limits<int>::max() / 2;  // the kernels count rows in 32 bits
+  const auto fits = [](const at::Tensor& t) {
+    return std::all_of(t.sizes().begin(), t.sizes().end(), [](int64_t size) { return size <= kMost; });
+  };
+  return fits(x) && fits(y);
 }
 
 }  // namespace quartz

@@ -19,6 +19,8 @@ struct Epilogue {
   at::Tensor bias;  // of any shape that expands to that of out, or undefined
   double alpha = 1, beta = 1;
   kernels::Activation activation = kernels::Activation::kNone;
+  // Nothing that is in flight on the GPU writes y: it may be read before the kernels before this one have ended.
+  bool frozen_weight = false;
 };
 
 enum class Second { kAsMatrix, kAsWeight };  // y is [k, n], as in mm, or [n, k], as in linear
@@ -32,6 +34,11 @@ bool multiply(const at::Tensor& x, const at::Tensor& y, const at::Tensor& out, c
 // None: no kernel of CUDA has it.
 std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation activation);
 #endif
+// Products of groups, a.ragged and a.offsets (on the device of out) set, of sizes that fit_groups; see
+// kernels/matmul.h. On a GPU the offsets are not checked, and rows or columns of no group become 0
+// (kernels/matmul_cuda.h).
+void multiply_groups(const kernels::Matmul& a, const at::Tensor& out);
+bool fit_groups(const at::Tensor& x, const at::Tensor& y);
 
 // The strides of a matrix, or of a batch of them, in the last two dimensions of a tensor.
 kernels::Matmul::Strides matrix_strides(const at::Tensor& tensor);

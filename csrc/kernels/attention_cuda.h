@@ -53,7 +53,7 @@ int64_t attention_workspace(const AttentionPlan& plan, int64_t head_size, int64_
 void tile_attention(const Attention& a, const AttentionExtras& extras, const AttentionPlan& plan, int32_t* words,
                     void* workspace, void* stream);
 
-void general_attention(const Attention& a, void* stream);
+void general_attention(const Attention& a, int64_t blocks, void* stream);
 
 // Keys, and values if there are any, in one launch; the slots are those of `key`. Slots outside the cache's `blocks`
 // are skipped; which of several rows for one slot stays is not defined.

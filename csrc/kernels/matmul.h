@@ -21,14 +21,11 @@
 #include "kernels/isa.h"
 #include "kernels/parallel.h"
 #include "kernels/quantized_weight.h"
+#include "kernels/ragged.h"
 
 namespace quartz::kernels {
 
 enum class Activation : uint8_t { kNone, kRelu, kSilu, kGelu, kGeluTanh, kGeluQuick };
-
-// Which size of a batch's products differs: product b has the elements offsets[b - 1] (0 for the first) to offsets[b]
-// of that dimension of the tensors that have it, and the `batch` strides of the others.
-enum class Ragged : uint8_t { kNone, kM, kN, kK };
 
 struct Matmul {
   struct Strides {  // in elements; any value, 0 and negative too, for what is read

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "kernels/dtype.h"
+#include "kernels/ragged.h"
 
 namespace quartz::kernels::cuda {
 
@@ -47,12 +48,12 @@ struct Matmul {
 // refuses the launch.
 bool matmul(const Matmul& a);
 
-// Products of groups of rows: rows offsets[g - 1] (0 for the first) to offsets[g] of x with the matrix g of w. `batch`
-// is the number of groups, `m` the rows of x; offsets are ascending, in the memory of the GPU, and not read by the
-// host. Rows beyond the last offset are not written. The workspace is for matmul_grouped_workspace(a) bytes; -1: not
-// served (16-bit types, no bias, alpha or activation, k a multiple of 64, n of 8, rows of out n apart, aligned
-// operands, x with adjacent k, at most 1024 groups, w with its rows or columns adjacent and without gaps).
-int64_t matmul_grouped_workspace(const Matmul& a);
-void matmul_grouped(const Matmul& a, const int32_t* offsets, void* workspace);
+// Products of `batch` groups: offsets cut the dimension that `ragged` names (m: rows of x and out; n: rows of w,
+// columns of out; k: columns of x and w). The tensors that have the dimension have no batch stride. Offsets are in the
+// memory of the GPU and not read by the host: one below an earlier one makes an empty group, one beyond the dimension
+// ends there. Rows or columns of no group become 0. Neither bias nor activation; out_dtype is dtype. The workspace is
+// for matmul_grouped_workspace(a, ragged) bytes, aligned to 16.
+int64_t matmul_grouped_workspace(const Matmul& a, Ragged ragged);
+void matmul_grouped(const Matmul& a, Ragged ragged, const int32_t* offsets, void* workspace);
 
 }  // namespace quartz::kernels::cuda

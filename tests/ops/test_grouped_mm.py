@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch_quartz.testing import FLOATS, same_bits, surrounded
 
-pytestmark = pytest.mark.host  # on cuda it is PyTorch's
-
 GROUPS = [[3, 3, 8, 20], [0, 0, 0, 20], [20, 20, 20, 20], [1, 2, 3, 20], [5, 9, 12, 15]]
 
 
@@ -52,6 +50,35 @@ def test_ragged_columns_and_ragged_sums(dtype, ends):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("tokens", "groups", "k", "n"),
+    [(700, 3, 128, 136), (200, 40, 192, 64), (90, 5, 72, 40), (64, 1, 64, 8), (0, 3, 64, 16), (300, 1100, 64, 8)],
+    ids=str,
+)
+def test_sizes_that_choose_another_kernel(dtype, tokens, groups, k, n):
+    # Many and few rows a group, k and n that are no multiples of a tile, no rows, more groups than a block has threads.
+    ends = torch.randint(0, tokens + 1, (groups,), generator=torch.Generator().manual_seed(3)).sort().values.tolist()
+    x, experts = data(tokens, k, dtype=dtype), data(groups, n, k, dtype=dtype, seed=1)
+    grad = data(tokens, n, dtype=dtype, seed=2)
+    out = torch._grouped_mm(x, experts.transpose(1, 2), offs=offsets(ends))
+    sums = torch._grouped_mm(grad.t(), x, offs=offsets(ends))
+    assert out.shape == (tokens, n) and sums.shape == (groups, n, k)
+    for group, (begin, end) in list(enumerate(ranges(ends)))[:: max(1, groups // 40)]:
+        assert same_bits(out[begin:end].contiguous(), torch.mm(x[begin:end], experts[group].t()))
+        assert same_bits(sums[group].contiguous(), torch.mm(grad[begin:end].t(), x[begin:end]))
+    assert not out[ends[-1] :].any()
+
+
+def test_nan_stays_in_its_group():
+    x, grad = data(90, 64, dtype=torch.bfloat16), data(90, 72, dtype=torch.bfloat16, seed=1)
+    x[40:47] = float("nan")
+    ends = [13, 40, 47, 90]
+    for first, second in ((grad, x), (x, grad)):
+        out = torch._grouped_mm(first.t(), second, offs=offsets(ends))
+        assert out[2].isnan().all() and not out[[0, 1, 3]].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 def test_batches(dtype):
     x, y = data(3, 8, 16, dtype=dtype), data(3, 16, 24, dtype=dtype, seed=1)
     assert same_bits(torch._grouped_mm(x, y).contiguous(), torch.bmm(x, y))
@@ -71,19 +98,44 @@ def test_threads_and_a_permutation_of_tokens():
         torch.set_num_threads(threads)
 
 
-def test_gradients():
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients(transposed):
     ends = [3, 3, 8, 20]
 
     def run(device):
         x = data(20, 16, dtype=torch.float32).to(device).requires_grad_()
-        w = data(4, 16, 24, dtype=torch.float32, seed=1).to(device).requires_grad_()
-        out = torch._grouped_mm(x, w, offs=offsets(ends).to(device))
+        w = data(4, *((24, 16) if transposed else (16, 24)), dtype=torch.float32, seed=1).to(device).requires_grad_()
+        out = torch._grouped_mm(x, w.transpose(1, 2) if transposed else w, offs=offsets(ends).to(device))
         return [t.cpu() for t in (out, *torch.autograd.grad(out.square().sum(), (x, w)))]
 
     for got, expected in zip(run("quartz"), run("cpu"), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cuda
+def test_offsets_are_not_read_by_the_host():
+    # What the host refuses has a defined result on a GPU: an end below an earlier one makes an empty group, one beyond
+    # the rows ends with them.
+    x, experts = data(20, 64, dtype=torch.bfloat16), data(4, 64, 48, dtype=torch.bfloat16)
+    for ends, meant in (
+        ([5, 2, 8, 20], [5, 5, 8, 20]),
+        ([3, 4, 8, 31], [3, 4, 8, 20]),
+        ([-1, 4, 8, 20], [0, 4, 8, 20]),
+    ):
+        assert same_bits(
+            torch._grouped_mm(x, experts, offs=offsets(ends)), torch._grouped_mm(x, experts, offs=offsets(meant))
+        )
+    torch.quartz.synchronize()
+    graph, ends = torch.quartz.Graph(), offsets([5, 5, 8, 20])
+    with torch.quartz.graph(graph):
+        out = torch._grouped_mm(x, experts, offs=ends)
+    for now in ([5, 5, 8, 20], [0, 20, 20, 20]):
+        ends.copy_(offsets(now))
+        graph.replay()
+        assert same_bits(out, torch._grouped_mm(x, experts, offs=offsets(now)))
+
+
+@pytest.mark.host
 def test_errors():
     x, experts = data(20, 64, dtype=torch.bfloat16), data(4, 64, 48, dtype=torch.bfloat16)
     for ends in ([3, 2, 8, 20], [3, 4, 8, 21], [-1, 4, 8, 20]):

@@ -295,6 +295,28 @@ def test_quartz_linear(device, dtype, activation):
         close(got, exact, dtype)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [1, 20, 100, 300])
+def test_a_frozen_weight_changes_no_bit(device, dtype, rows):
+    x, w = data(rows, 128, dtype=dtype).to(device), data(200, 128, dtype=dtype, seed=1).to(device)
+    assert same_bits(ops.linear(x, w, frozen_weight=True), ops.linear(x, w))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 128, 256, 700])
+def test_a_weight_written_just_before(rows):
+    # On a GPU a product starts before the kernel before it has ended, and must not see what that one overwrites.
+    x, weights = data(rows, 1024, dtype=torch.bfloat16).to("quartz"), data(3, 1024, 1024, dtype=torch.bfloat16)
+    weights, w = weights.to("quartz"), torch.empty(1024, 1024, dtype=torch.bfloat16, device="quartz")
+    expected = [F.linear(x, weights[i].clone()) for i in range(3)]
+    got = []
+    for i in range(12):
+        w.copy_(weights[i % 3])
+        got.append(F.linear(x, w))
+    for i in range(12):
+        assert same_bits(got[i], expected[i % 3])
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_quartz_linear_extremes(activation):
     values = torch.tensor([-float("inf"), -1e30, -100.0, -20.0, -12.0, -5.0, -1e-3, 0.0, 1e-3, 5.0, 20.0, 100.0, 1e30])

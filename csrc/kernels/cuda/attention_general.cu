@@ -145,27 +145,27 @@ __global__ void __launch_bounds__(kThreads) general_kernel(const Attention a, in
 }
 
 template <class T>
-void launch(const Attention& a, cudaStream_t stream) {
+void launch(const Attention& a, int64_t blocks, cudaStream_t stream) {
   const bool ragged = a.query_starts.data != nullptr;
   const dim3 grid(static_cast<unsigned>(a.queries), static_cast<unsigned>(a.heads),
                   static_cast<unsigned>(ragged ? 1 : a.batch));
   const auto bytes = static_cast<size_t>(a.head_size + a.value_size) * sizeof(float);
-  general_kernel<T><<<grid, kThreads, bytes, stream>>>(a, extras.blocks);
+  general_kernel<T><<<grid, kThreads, bytes, stream>>>(a, blocks);
   check(cudaGetLastError(), "attention");
 }
 
 }  // namespace
 
-void general_attention(const Attention& a, void* stream) {
+void general_attention(const Attention& a, int64_t blocks, void* stream) {
   if (a.queries == 0 || a.heads == 0 || a.batch == 0) return;
   const auto on = static_cast<cudaStream_t>(stream);
   switch (a.dtype) {
     case DType::kFloat32:
-      return launch<float>(a, on);
+      return launch<float>(a, blocks, on);
     case DType::kFloat16:
-      return launch<Float16>(a, on);
+      return launch<Float16>(a, blocks, on);
     case DType::kBFloat16:
-      return launch<BFloat16>(a, on);
+      return launch<BFloat16>(a, blocks, on);
   }
 }
 

@@ -125,6 +125,18 @@ QUARTZ_DEVICE void copy_4d(uint32_t to, const CUtensorMap& map, int c0, int c1, 
       "l"(&map), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(barrier), "l"(policy)
       : "memory");
 }
+// Global to the L2 cache, nothing else. L2 is where the writes of all multiprocessors meet, so this may run before the
+// kernels in flight have written what it fetches.
+QUARTZ_DEVICE void prefetch_3d(const CUtensorMap& map, int c0, int c1, int c2) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1,%2,%3}];" ::"l"(&map), "r"(c0), "r"(c1),
+               "r"(c2)
+               : "memory");
+}
+QUARTZ_DEVICE void prefetch_4d(const CUtensorMap& map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1,%2,%3,%4}];" ::"l"(&map), "r"(c0), "r"(c1),
+               "r"(c2), "r"(c3)
+               : "memory");
+}
 // To the same address, and that of the barrier, in every block of the cluster whose bit is set in `blocks`.
 QUARTZ_DEVICE void multicast_3d(uint32_t to, const CUtensorMap& map, int c0, int c1, int c2, uint32_t barrier,
                                 uint64_t policy, uint16_t blocks) {
@@ -205,8 +217,20 @@ QUARTZ_DEVICE void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32
 QUARTZ_DEVICE void store_shared(uint32_t address, float first, float second) {
   asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(first), "f"(second) : "memory");
 }
+QUARTZ_DEVICE void store_shared(uint32_t address, uint32_t bits) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(bits) : "memory");
+}
 template <class T>
 QUARTZ_DEVICE T load_shared(uint32_t address);
+template <>
+QUARTZ_DEVICE uint4 load_shared<uint4>(uint32_t address) {
+  uint4 bits;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(bits.x), "=r"(bits.y), "=r"(bits.z), "=r"(bits.w)
+               : "r"(address)
+               : "memory");
+  return bits;
+}
 template <>
 QUARTZ_DEVICE uint32_t load_shared<uint32_t>(uint32_t address) {
   uint32_t bits;

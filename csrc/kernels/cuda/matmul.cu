@@ -3,9 +3,7 @@
 #include "kernels/cuda/matmul_kernels.h"
 
 namespace quartz::kernels::cuda {
-namespace {
 
-// Whether the copy engine can read [batch, rows, k], and which dimension is adjacent in memory.
 bool can_copy(const void* data, int64_t batch, int64_t rows, int64_t k, int64_t batch_stride, int64_t row,
               int64_t column, bool& k_major) {
   constexpr int64_t kElements = 8, kMostBytes = int64_t{1} << 40;  // 16 bytes; the largest stride
@@ -15,8 +13,6 @@ bool can_copy(const void* data, int64_t batch, int64_t rows, int64_t k, int64_t 
   k_major = (column == 1 || k == 1) && multiple(row);
   return k_major || ((row == 1 || rows == 1) && multiple(column));
 }
-
-}  // namespace
 
 bool matmul(const Matmul& given) {
   Matmul a = given;
@@ -43,8 +39,7 @@ bool matmul(const Matmul& given) {
   }
   const bool k_major = layout.x_k_major && layout.w_k_major;
   // Where clusters win over the tiles of prefill: up to 128 rows, or 256 of few columns.
-  const bool few_columns = a.n <= 2112 && a.m <= 256,
-             middle = (a.n <= 4224 || (a.n > 5280 && a.n <= 6336)) && a.m <= 128;
+  const bool few_columns = a.n <= 2112 && a.m <= 256, middle = a.n <= 6336 && a.m <= 128;
   if (k_major && a.m <= 64)
     matmul_decode(a);
   else if (k_major && a.activation == Activation::kNone && a.batch == 1 && (few_columns || middle))

@@ -36,6 +36,7 @@ __global__ void __launch_bounds__(Tile::kThreads)
                   const __grid_constant__ Product p) {
   using T = typename Tile::T;
   constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages;
+  constexpr int kAhead = Tile::kSwap ? 2 : 4;  // stages of weights that may change, fetched early; measured
   const uint32_t base = shared_address(aligned_shared());
   Ring ring(base + Tile::kBarriers, kStages);
   if (threadIdx.x == 0) ring.init(1);
@@ -77,17 +78,24 @@ __global__ void __launch_bounds__(Tile::kThreads)
       copy(base + stage * Tile::kStageBytes + kBlocks * Tile::kXBytes, Tile::kWBytes, w_map, at.n, step,
            at.batch * p.w_batched, ring.full + 8 * stage, once);
     };
+    const auto prefetch_w = [&](const Position& at, int step) {
+      const int batch = at.batch * p.w_batched;
+      if (p.whole_blocks) return prefetch_4d(w_map, 0, at.n, step * kBlocks, batch);
+      for (int i = 0; i < kBlocks; ++i) prefetch_4d(w_map, (step * kBlocks + i) * 64, at.n, 0, batch);
+    };
     for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const Position at = position(tile);
       int step = 0;
-      if (tile == static_cast<int>(blockIdx.x)) {  // the first fill: weights while the previous kernel still runs
+      if (tile == static_cast<int>(blockIdx.x)) {  // the first fill
         const int fill = min(steps, kStages);
-        if (!p.frozen_weights) wait_for_previous_kernel();
-        for (int i = 0; i < fill; ++i) copy_w(at, i, i);
-        if (p.frozen_weights) {
-          prefetch_map(x_map);
-          wait_for_previous_kernel();
-        }
+        while_previous_kernel_runs(
+            p.frozen_weights, x_map,
+            [&] {
+              for (int i = 0; i < fill; ++i) copy_w(at, i, i);
+            },
+            [&] {
+              for (int i = 0; i < min(fill, kAhead); ++i) prefetch_w(at, i);
+            });
         for (; step < fill; ++step, ring.next()) copy_x(at, step, step);
       }
       for (; step < steps; ++step, ring.next()) {
@@ -127,7 +135,13 @@ __global__ void __launch_bounds__(Tile::kThreads)
     const Position at = position(tile);
     if constexpr (!Tile::kSwap) {
       finish_sums<T, Tile::kW, Tile::kActivate>(p, at.batch, at.m, at.n, d);
-      store_sums_directly<T, Tile::kW>(p, at.batch, at.m, min(Tile::kX, p.m - at.m), at.n, d);
+      const int rows = min(Tile::kX, p.m - at.m);
+      if (p.vector_stores && tiles <= static_cast<int>(gridDim.x)) {
+        named_barrier(1, 128);  // the only tile: nobody multiplies from the stages any more
+        store_sums_turned<T, Tile::kW>(p, at.batch, at.m, rows, at.n, d, base + warp * kTurnBytes<Tile::kW>);
+      } else {
+        store_sums_directly<T, Tile::kW>(p, at.batch, at.m, rows, at.n, d);
+      }
       continue;
     }
     // Rows of d are n, its columns m.
@@ -169,7 +183,7 @@ void run_decode(const Matmul& a) {
   allow_shared_bytes(decode_kernel<Tile>, Tile::kBytes, allowed);
   const int64_t tiles = (a.m + Tile::kX - 1) / Tile::kX * ((a.n + Tile::kW - 1) / Tile::kW) * a.batch;
   const auto grid = static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors()));
-  launch(decode_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, a.frozen_weights}, a.stream,
+  launch(decode_kernel<Tile>, {dim3(grid), Tile::kThreads, Tile::kBytes, 1, 1, true}, a.stream,
          decode_map(a.x, a.dtype, a.batch, a.m, a.k, a.x_batch, a.x_row, Tile::kX, Tile::kBlocks),
          decode_map(a.w, a.dtype, a.batch, a.n, a.k, a.w_batch, a.w_row, Tile::kW, Tile::kBlocks), product_of(a));
 }

@@ -42,16 +42,14 @@ struct Loader {
 // kM x kN of a block; a thread has kRows x kColumns of them, in groups of 4 neighbours (or fewer).
 template <int kM, int kN, int kRows, int kColumns, int kK>
 __global__ void __launch_bounds__(kM / kRows * (kN / kColumns))
-    float_kernel(Strides x, Strides w, const __grid_constant__ Product p) {
+    float_kernel(Strides x, Strides w, Groups groups, const __grid_constant__ Product p) {
   constexpr int kAcross = kN / kColumns, kThreads = kM / kRows * kAcross;
   __shared__ __align__(16) float x_tile[2][kK][kM + 4], w_tile[2][kK][kN + 4];
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int64_t n_tiles = (p.n + kN - 1) / kN, m_tiles = (p.m + kM - 1) / kM;
-  const int64_t m0 = blockIdx.x % m_tiles * kM, n0 = blockIdx.x / m_tiles % n_tiles * kN;
-  const int64_t batch = blockIdx.x / (m_tiles * n_tiles);
-  x.data += batch * x.batch;
-  w.data += batch * w.batch;
+  Part part;
+  if (!part_of_block<kM, kN>(p, groups, x, w, part)) return;
+  const int64_t m0 = part.m, n0 = part.n;
   const bool x_along_k = x.column == 1 || x.row != 1, w_along_k = w.column == 1 || w.row != 1;
   // Thread (r, c) has the rows 4 r + i of every group of 4 kM / kRows rows, the columns likewise.
   constexpr int kRowGroup = kRows < 4 ? kRows : 4, kColumnGroup = kColumns < 4 ? kColumns : 4;
@@ -98,34 +96,35 @@ __global__ void __launch_bounds__(kM / kRows * (kN / kColumns))
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     const int64_t m = m0 + row_of(i);
-    if (m >= p.m) continue;
-    const Row<BFloat16, true> out(p, batch, m);  // the type of 16-bit values plays no part
+    if (m >= part.m_end) continue;
+    const Row<BFloat16, true> out(p, part.batch, m);  // the type of 16-bit values plays no part
 #pragma unroll 1
     for (int j = 0; j < kColumns; ++j) {
       float value = d[i][0];  // by comparison, so that the accumulators stay in registers
 #pragma unroll
       for (int q = 1; q < kColumns; ++q) value = j == q ? d[i][q] : value;
-      out.put(n0 + column_of(j), value);
+      if (n0 + column_of(j) < part.n_end) out.put(n0 + column_of(j), value);
     }
   }
 }
 
 template <int kM, int kN, int kRows, int kColumns, int kK>
-void run(const Matmul& a) {
+void run(const Matmul& a, const Groups& groups) {
   const Strides x{static_cast<const float*>(a.x), a.m, a.k, a.x_batch, a.x_row, a.x_k};
   const Strides w{static_cast<const float*>(a.w), a.n, a.k, a.w_batch, a.w_row, a.w_k};
-  const int64_t tiles = (a.m + kM - 1) / kM * ((a.n + kN - 1) / kN) * a.batch;
   launch(float_kernel<kM, kN, kRows, kColumns, kK>,
-         {dim3(static_cast<unsigned>(tiles)), kM / kRows * (kN / kColumns), 0}, a.stream, x, w, product_of(a));
+         {dim3(static_cast<unsigned>(parts(a, groups.ragged, kM, kN))), kM / kRows * (kN / kColumns), 0}, a.stream, x,
+         w, groups, product_of(a));
 }
 
 }  // namespace
 
-void matmul_float(const Matmul& a) {
-  if (a.m <= 8) return run<8, 16, 1, 1, 128>(a);
+void matmul_float(const Matmul& a, const Groups& groups) {
+  if (groups.ragged != Ragged::kNone) return run<kGeneralTile, kGeneralTile, 4, 4, 16>(a, groups);
+  if (a.m <= 8) return run<8, 16, 1, 1, 128>(a, groups);
   if (a.m <= 64 || (a.m + 127) / 128 * ((a.n + 127) / 128) * a.batch < multiprocessors())
-    return run<64, 64, 4, 4, 16>(a);
-  run<128, 128, 8, 8, 16>(a);
+    return run<64, 64, 4, 4, 16>(a, groups);
+  run<128, 128, 8, 8, 16>(a, groups);
 }
 
 }  // namespace quartz::kernels::cuda

@@ -44,22 +44,20 @@ QUARTZ_DEVICE void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b
 
 // Four warps of 32 x 32 each.
 template <class T>
-__global__ void __launch_bounds__(kThreads) general_kernel(Strides x, Strides w, const __grid_constant__ Product p) {
+__global__ void __launch_bounds__(kThreads)
+    general_kernel(Strides x, Strides w, Groups groups, const __grid_constant__ Product p) {
   __shared__ __align__(16) uint16_t x_tile[kM][kPitch], w_tile[kN][kPitch];
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int row = (warp & 1) * 32 + (lane >> 2), column = (warp >> 1) * 32 + (lane >> 2), pair = (lane & 3) * 2;
-  const int64_t n_tiles = (p.n + kN - 1) / kN, m_tiles = (p.m + kM - 1) / kM;
-  const int64_t m0 = blockIdx.x % m_tiles * kM, n0 = blockIdx.x / m_tiles % n_tiles * kN;
-  const int64_t batch = blockIdx.x / (m_tiles * n_tiles);
-  x.data += batch * x.batch;
-  w.data += batch * w.batch;
+  Part part;
+  if (!part_of_block<kM, kN>(p, groups, x, w, part)) return;
   float d[2][4][4] = {};
   const auto word = [](const uint16_t* at) { return *reinterpret_cast<const uint32_t*>(at); };
   for (int64_t k0 = 0; k0 < x.k; k0 += kK) {
-    load_tile(x_tile, x, m0, k0);
-    load_tile(w_tile, w, n0, k0);
+    load_tile(x_tile, x, part.m, k0);
+    load_tile(w_tile, w, part.n, k0);
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < kK; k += 16) {
@@ -83,9 +81,9 @@ __global__ void __launch_bounds__(kThreads) general_kernel(Strides x, Strides w,
   for (int i = 0; i < 2; ++i)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t m = m0 + row + 16 * i + 8 * h;
-      if (m >= p.m) continue;
-      const Row<T, true> out(p, batch, m);
+      const int64_t m = part.m + row + 16 * i + 8 * h;
+      if (m >= part.m_end) continue;
+      const Row<T, true> out(p, part.batch, m);
 #pragma unroll 1
       for (int j = 0; j < 4; ++j) {
         // A loop, not unrolled copies, of the epilogue: select the accumulators by comparison, not by address.
@@ -95,24 +93,24 @@ __global__ void __launch_bounds__(kThreads) general_kernel(Strides x, Strides w,
           first = j == q ? d[i][q][2 * h] : first;
           second = j == q ? d[i][q][2 * h + 1] : second;
         }
-        const int64_t n = n0 + (warp >> 1) * 32 + 8 * j + pair;
-        out.put(n, first);
-        out.put(n + 1, second);
+        const int64_t n = part.n + (warp >> 1) * 32 + 8 * j + pair;
+        if (n < part.n_end) out.put(n, first);
+        if (n + 1 < part.n_end) out.put(n + 1, second);
       }
     }
 }
 
 }  // namespace
 
-void matmul_general(const Matmul& a) {
+void matmul_general(const Matmul& a, const Groups& groups) {
   const Strides x{static_cast<const uint16_t*>(a.x), a.m, a.k, a.x_batch, a.x_row, a.x_k};
   const Strides w{static_cast<const uint16_t*>(a.w), a.n, a.k, a.w_batch, a.w_row, a.w_k};
-  const int64_t tiles = (a.m + kM - 1) / kM * ((a.n + kN - 1) / kN) * a.batch;
-  const LaunchShape shape{dim3(static_cast<unsigned>(tiles)), kThreads, 0};
+  static_assert(kM == kGeneralTile && kN == kGeneralTile);
+  const LaunchShape shape{dim3(static_cast<unsigned>(parts(a, groups.ragged, kM, kN))), kThreads, 0};
   if (a.dtype == DType::kBFloat16)
-    launch(general_kernel<BFloat16>, shape, a.stream, x, w, product_of(a));
+    launch(general_kernel<BFloat16>, shape, a.stream, x, w, groups, product_of(a));
   else
-    launch(general_kernel<Float16>, shape, a.stream, x, w, product_of(a));
+    launch(general_kernel<Float16>, shape, a.stream, x, w, groups, product_of(a));
 }
 
 }  // namespace quartz::kernels::cuda

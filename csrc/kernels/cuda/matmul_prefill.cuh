@@ -80,20 +80,36 @@ QUARTZ_DEVICE void store_sums(const Product& p, const CUtensorMap& out_map, int 
 }
 
 template <class T_, int kN_, int kStages_, Major kXMajor_ = Major::kK, Major kWMajor_ = Major::kK,
-          bool kActivate_ = false, int kSkew_ = 0>
+          bool kActivate_ = false, int kSkew_ = 0, bool kRaggedK_ = false>
 struct PrefillTile {
   using T = T_;
   static constexpr int kM = 128, kN = kN_, kStages = kStages_;
   static constexpr Major kXMajor = kXMajor_, kWMajor = kWMajor_;
   static constexpr bool kActivate = kActivate_;
   static constexpr int kSkew = kSkew_;
+  static constexpr bool kRaggedK = kRaggedK_;  // batch b has the k of p.ranges[b], of matrices without batches
   static constexpr int kXBytes = kM * kSwizzleRow, kWBytes = kN * kSwizzleRow, kStageBytes = kXBytes + kWBytes;
   static constexpr int kStores = kStages * kStageBytes;  // two buffers for each warpgroup
   static constexpr int kBarriers = kStores + 4 * kStoreBytes;
   static constexpr int kBytes = kBarriers + 16 * kStages + 1024;
   static constexpr int kThreads = 384;
   static_assert(kBytes <= kSharedBytes && (kWMajor == Major::kK || kN % 64 == 0));
+  static_assert(!kRaggedK || (kXMajor == Major::kMN && kWMajor == Major::kMN));
 };
+
+// A stage whose rows are the k of one m or n each (Major::kMN), from row `first` on, becomes 0: what the copy brought
+// there belongs to the next group. By the 256 threads that multiply.
+template <int kTiles>
+QUARTZ_DEVICE void clear_rows(uint32_t stage, int first) {
+  const int units = (64 - first) * 8;  // of 16 bytes, in each tile of 64 rows
+  for (int i = static_cast<int>(threadIdx.x) - 128; i < kTiles * units; i += 256) {
+    const uint32_t at = stage + i / units * 8192 + first * kSwizzleRow + i % units * 16;
+    store_shared(at, 0.0f, 0.0f);
+    store_shared(at + 8, 0.0f, 0.0f);
+  }
+  fence_shared_writes();
+  named_barrier(4, 256);
+}
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
@@ -121,16 +137,29 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     return Position{batch, (group * p.row_group + rest % rows) * kM, rest / rows * kN};
   };
 
+  struct Range {
+    int first, length, blocks;  // of k
+  };
+  const auto range_of = [&](const Position& at) {
+    if constexpr (Tile::kRaggedK) {
+      const MoeTile range = p.ranges[at.batch];
+      return Range{range.row, range.rows, (range.rows + 63) / 64};
+    }
+    return Range{0, 0, p.k_blocks};
+  };
+
   if (warp < 4) {
     give_registers<24>();
     if (threadIdx.x != 0) return;
+    int first_k = 0;
     const auto copy_x = [&](const Position& at, int block, int stage) {
       const uint32_t to = base + stage * Tile::kStageBytes, full = ring.full + 8 * stage;
       const int batch = at.batch * p.x_batched;
       if constexpr (Tile::kXMajor == Major::kK) {
         copy_3d(to, x_map, block * 64, at.m, batch, full);
       } else {
-        for (int i = 0; i < kM / 64; ++i) copy_3d(to + i * 8192, x_map, at.m + i * 64, block * 64, batch, full);
+        for (int i = 0; i < kM / 64; ++i)
+          copy_3d(to + i * 8192, x_map, at.m + i * 64, first_k + block * 64, batch, full);
       }
     };
     const auto copy_w = [&](const Position& at, int block, int stage) {
@@ -140,14 +169,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       if constexpr (Tile::kWMajor == Major::kK) {
         copy_3d(to, w_map, block * 64, at.n, batch, full);
       } else {
-        for (int i = 0; i < kN / 64; ++i) copy_3d(to + i * 8192, w_map, at.n + i * 64, block * 64, batch, full);
+        for (int i = 0; i < kN / 64; ++i)
+          copy_3d(to + i * 8192, w_map, at.n + i * 64, first_k + block * 64, batch, full);
       }
     };
     for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       const Position at = position(tile);
+      const Range range = range_of(at);
+      first_k = range.first;
       int block = 0;
       if (tile == blockIdx.x) {  // the first fill: weights while the previous kernel still runs
-        const int fill = min(p.k_blocks, kStages);
+        const int fill = min(range.blocks, kStages);
         if (!p.frozen_weights) wait_for_previous_kernel();
         for (int i = 0; i < fill; ++i) copy_w(at, i, i);
         if (p.frozen_weights) {
@@ -156,7 +188,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         }
         for (; block < fill; ++block, ring.next()) copy_x(at, block, block);
       }
-      for (; block < p.k_blocks; ++block, ring.next()) {
+      for (; block < range.blocks; ++block, ring.next()) {
         barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
         copy_w(at, block, ring.stage);
         copy_x(at, block, ring.stage);
@@ -171,12 +203,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const uint32_t buffers = base + Tile::kStores + group * 2 * kStoreBytes;
   int buffer = 0;
   for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const Position at = position(tile);
+    const Range range = range_of(at);
     float d[kN / 2];
     int previous = 0;
-    for (int block = 0; block < p.k_blocks; ++block, ring.next()) {
-      if (Tile::kSkew > 0 && tile == blockIdx.x) skew_warpgroups<Tile::kSkew>(group, block, p.k_blocks);
+    for (int block = 0; block < range.blocks; ++block, ring.next()) {
+      if (Tile::kSkew > 0 && tile == blockIdx.x) skew_warpgroups<Tile::kSkew>(group, block, range.blocks);
       barrier_wait(ring.full_barrier(), ring.parity);
       const uint32_t x = base + ring.stage * Tile::kStageBytes;
+      if (Tile::kRaggedK && block == range.blocks - 1 && range.length % 64 != 0)
+        clear_rows<(kM + kN) / 64>(x, range.length % 64);
       const uint64_t a = Operand<Tile::kXMajor>::descriptor(x + group * 8192);
       const uint64_t b = Operand<Tile::kWMajor>::descriptor(x + Tile::kXBytes);
       wgmma_fence();
@@ -192,14 +228,20 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       previous = ring.stage;
     }
     wgmma_wait<0>();
-    if (leader) barrier_arrive(ring.empty + 8 * previous);
+    if (leader && range.blocks > 0) barrier_arrive(ring.empty + 8 * previous);
+    if (Tile::kRaggedK && range.blocks == 0) {
+#pragma unroll
+      for (int j = 0; j < kN / 2; ++j) d[j] = 0.0f;
+    }
 
-    const Position at = position(tile);
     const int m0 = at.m + group * 64;
     finish_sums<T, kN, Tile::kActivate>(p, at.batch, m0, at.n, d);
-    if constexpr (kStoreColumns<T, kN> == 0)
-      store_sums_directly<T, kN>(p, at.batch, m0, min(64, p.m - m0), at.n, d);
-    else if (p.out_float)
+    if constexpr (kStoreColumns<T, kN> == 0) {
+      if (p.vector_stores)
+        store_sums_turned<T, kN>(p, at.batch, m0, min(64, p.m - m0), at.n, d, buffers + (warp & 3) * kTurnBytes<kN>);
+      else
+        store_sums_directly<T, kN>(p, at.batch, m0, min(64, p.m - m0), at.n, d);
+    } else if (p.out_float)
       store_sums<T, float, kN>(p, out_map, at.batch, m0, at.n, d, buffers, buffer, 1 + group);
     else
       store_sums<T, T, kN>(p, out_map, at.batch, m0, at.n, d, buffers, buffer, 1 + group);
@@ -208,11 +250,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 template <class Tile>
-void run_prefill(const Matmul& a) {
+void run_prefill(const Matmul& a, [[maybe_unused]] const MoeTile* ranges = nullptr) {
   static std::atomic<uint64_t> allowed{0};
   allow_shared_bytes(prefill_kernel<Tile>, Tile::kBytes, allowed);
   Product p = product_of(a);
   p.row_group = a.m >= 8192 ? 16 : 8;
+  p.ranges = ranges;
   const auto map = [&](const void* data, Major major, int64_t rows, int64_t row, int64_t k, int64_t batch_stride,
                        int box) {
     const bool batched = a.batch > 1 && batch_stride != 0;

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/cuda/hopper.cuh"
+#include "kernels/cuda/moe_tables.cuh"
 #include "kernels/elementary.h"
 #include "kernels/matmul_cuda.h"
 
@@ -21,12 +22,29 @@ struct Product {
   float alpha, beta;
   Activation activation;
   bool out_float, bias_float;
-  bool plain;         // neither bias nor alpha
-  bool pairs;         // two neighbours of a row can be stored at once, and n is even
-  bool copy_stores;   // the copy engine can store whole tiles
-  bool whole_blocks;  // k is a multiple of 64
+  bool plain;          // neither bias nor alpha
+  bool pairs;          // two neighbours of a row can be stored at once, and n is even
+  bool copy_stores;    // the copy engine can store whole tiles
+  bool vector_stores;  // 8 neighbours of a row of 16-bit results can be stored at once, and n is a multiple of 8
+  bool whole_blocks;   // k is a multiple of 64
   bool frozen_weights;
+  const MoeTile* ranges;  // PrefillTile::kRaggedK: those of the k of each batch
 };
+
+// The start of a kernel that was launched early, by the thread that starts the copies. Weights that nothing in flight
+// writes are copied before the kernels before this one have ended; others are only fetched into the L2 cache until
+// then, which cannot give old values, and copied from there.
+template <class Copy, class Prefetch>
+QUARTZ_DEVICE void while_previous_kernel_runs(bool frozen_weights, const CUtensorMap& x_map, const Copy& copy_weights,
+                                              const Prefetch& prefetch_weights) {
+  if (frozen_weights)
+    copy_weights();
+  else
+    prefetch_weights();
+  prefetch_map(x_map);
+  wait_for_previous_kernel();
+  if (!frozen_weights) copy_weights();
+}
 
 inline Product product_of(const Matmul& a) {
   const auto out_bytes = size_of(a.out_dtype);
@@ -54,6 +72,7 @@ inline Product product_of(const Matmul& a) {
   p.pairs = a.n % 2 == 0 && address % (2 * out_bytes) == 0 && a.out_row % 2 == 0 && (one_batch || a.out_batch % 2 == 0);
   const int64_t unit = 16 / out_bytes;
   p.copy_stores = address % 16 == 0 && a.out_row % unit == 0 && (one_batch || a.out_batch % unit == 0);
+  p.vector_stores = p.copy_stores && !p.out_float && a.n % 8 == 0;
   p.whole_blocks = a.k % 64 == 0;
   p.frozen_weights = a.frozen_weights;
   return p;
@@ -189,6 +208,40 @@ QUARTZ_DEVICE void store_sums_directly(const Product& p, int batch, int m0, int 
       }
     }
   }
+}
+
+// The same where p.vector_stores, 16 bytes at a time: each warp turns its 16 rows in its own part of shared memory, of
+// kTurnBytes<kN>, which nothing else uses any more.
+template <int kN>
+constexpr int kTurnBytes = 16 * (2 * kN + 16);
+
+template <class T, int kN>
+QUARTZ_DEVICE void store_sums_turned(const Product& p, int batch, int m0, int rows, int n0, const float (&d)[kN / 2],
+                                     uint32_t part_of_warp) {
+  constexpr int kPitch = 2 * kN + 16, kChunks = kN / 8;
+  const int lane = threadIdx.x & 31, first_row = static_cast<int>(threadIdx.x >> 5 & 3) * 16;
+#pragma unroll
+  for (int j = 0; j + 1 < kChunks; j += 2) {
+    const float* v = d + 4 * j;
+    store_matrices(part_of_warp + (lane & 15) * kPitch + (j + (lane >> 4)) * 16, pack<T>(v[0], v[1]),
+                   pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+  }
+  if constexpr (kChunks % 2 == 1) {
+    const float* v = d + 4 * (kChunks - 1);
+    const uint32_t to = part_of_warp + (lane >> 2) * kPitch + (kChunks - 1) * 16 + (lane & 3) * 4;
+    store_shared(to, pack<T>(v[0], v[1]));
+    store_shared(to + 8 * kPitch, pack<T>(v[2], v[3]));
+  }
+  __syncwarp();
+  uint16_t* const out = static_cast<uint16_t*>(p.out) + batch * p.out_batch + int64_t{m0} * p.out_row + n0;
+#pragma unroll 4
+  for (int i = lane; i < 16 * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (first_row + row < rows && n0 + 8 * chunk < p.n)
+      *reinterpret_cast<uint4*>(out + int64_t{first_row + row} * p.out_row + 8 * chunk) =
+          load_shared<uint4>(part_of_warp + row * kPitch + chunk * 16);
+  }
+  __syncwarp();
 }
 
 }  // namespace quartz::kernels::cuda

@@ -10,11 +10,10 @@ void run(const MoeExperts& a, const MoePlan& plan) {
   const bool sorted = plan.kind == MoePlan::Kind::kSorted;
   run_moe_decode<Up>(moe_k_major_map(sorted ? plan.sorted_x : a.x, a.dtype, 1, sorted ? plan.pairs : a.tokens, a.hidden,
                                      sorted ? a.hidden : a.x_row, Up::kX, Up::kBlocks),
-                     moe_weight_map<Up>(a.up, a.dtype, a.experts, plan.up.columns, a.hidden), plan.up, kMoeEarly,
-                     a.stream);
+                     moe_weight_map<Up>(a.up, a.dtype, a.experts, plan.up.columns, a.hidden), plan.up, a.stream);
   run_moe_decode<Down>(moe_k_major_map(plan.h, a.dtype, 1, plan.pairs, a.width, a.width, Down::kX, Down::kBlocks),
                        moe_weight_map<Down>(a.down, a.dtype, a.experts, plan.down.columns, a.width), plan.down,
-                       a.frozen_weights, a.stream);
+                       a.stream);
 }
 
 template <class T>
@@ -25,9 +24,11 @@ void k_major(const MoeExperts& a, const MoePlan& plan) {
     case MoePlan::Kind::kFew:
       return run<MoeDecodeTile<T, 96, 8, 4, 4, kK, kUp, true, true>,
                  MoeDecodeTile<T, 128, 8, 6, 2, kK, kDown, false, true>>(a, plan);
-    case MoePlan::Kind::kWholeBatch:
-      return run<MoeDecodeTile<T, 192, 64, 6, 1, kK, kUp, true>, MoeDecodeTile<T, 256, 16, 3, 2, kK, kDown, false>>(
-          a, plan);
+    case MoePlan::Kind::kWholeBatch: {
+      using Up = MoeDecodeTile<T, 192, 64, 6, 1, kK, kUp, true>;
+      if (plan.caps.down == 16) return run<Up, MoeDecodeTile<T, 256, 16, 3, 2, kK, kDown, false>>(a, plan);
+      return run<Up, MoeDecodeTile<T, 256, 32, 6, 1, kK, kDown, false>>(a, plan);
+    }
     default:
       return run<MoeDecodeTile<T, 192, 32, 7, 1, kK, kUp, false>, MoeDecodeTile<T, 256, 32, 6, 1, kK, kDown, false>>(
           a, plan);
@@ -42,9 +43,11 @@ void transposed(const MoeExperts& a, const MoePlan& plan) {
     case MoePlan::Kind::kFew:
       return run<MoeDecodeTile<T, 128, 8, 6, 2, kMN, kUp, true, true>,
                  MoeDecodeTile<T, 128, 8, 6, 2, kMN, kDown, false, true>>(a, plan);
-    case MoePlan::Kind::kWholeBatch:
-      return run<MoeDecodeTile<T, 192, 64, 6, 1, kMN, kUp, true>, MoeDecodeTile<T, 192, 16, 3, 2, kMN, kDown, false>>(
-          a, plan);
+    case MoePlan::Kind::kWholeBatch: {
+      using Up = MoeDecodeTile<T, 192, 64, 6, 1, kMN, kUp, true>;
+      if (plan.caps.down == 16) return run<Up, MoeDecodeTile<T, 192, 16, 3, 2, kMN, kDown, false>>(a, plan);
+      return run<Up, MoeDecodeTile<T, 192, 32, 7, 1, kMN, kDown, false>>(a, plan);
+    }
     default:
       return run<MoeDecodeTile<T, 192, 32, 7, 1, kMN, kUp, false>, MoeDecodeTile<T, 192, 32, 7, 1, kMN, kDown, false>>(
           a, plan);
@@ -69,7 +72,7 @@ void moe_down_decode(const void* h, int64_t h_row, const void* w, DType dtype, b
   const auto run = [&](auto tile) {
     using Tile = decltype(tile);
     run_moe_decode<Tile>(moe_k_major_map(h, dtype, 1, rows, k, h_row, Tile::kX, Tile::kBlocks),
-                         moe_weight_map<Tile>(w, dtype, p.experts, p.columns, k), p, p.frozen_weights, stream);
+                         moe_weight_map<Tile>(w, dtype, p.experts, p.columns, k), p, stream);
   };
   constexpr auto kNone = MoeGates::kNone;
   if (dtype == DType::kBFloat16) {

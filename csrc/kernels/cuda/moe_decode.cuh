@@ -20,6 +20,7 @@ struct MoeProduct {
   int k_blocks;
   GateRule rule;
   bool frozen_weights;
+  bool early;  // launched so; only where the tables were complete before the kernel before this one let it start
 };
 
 // How the gates and ups lie in a row of the first product; kNone: the second product.
@@ -280,11 +281,12 @@ CUtensorMap moe_weight_map(const void* data, DType dtype, int64_t experts, int64
 }
 
 template <class Tile>
-void run_moe_decode(const CUtensorMap& x, const CUtensorMap& w, const MoeProduct& p, bool early, void* stream) {
+void run_moe_decode(const CUtensorMap& x, const CUtensorMap& w, const MoeProduct& p, void* stream) {
   static std::atomic<uint64_t> allowed{0};
   allow_shared_bytes(moe_decode_kernel<Tile>, Tile::kBytes, allowed);
   launch(moe_decode_kernel<Tile>,
-         {dim3(static_cast<unsigned>(multiprocessors())), Tile::kThreads, Tile::kBytes, 1, 1, early}, stream, x, w, p);
+         {dim3(static_cast<unsigned>(multiprocessors())), Tile::kThreads, Tile::kBytes, 1, 1, p.early}, stream, x, w,
+         p);
 }
 
 }  // namespace quartz::kernels::cuda

@@ -82,20 +82,21 @@ MoePlan::Kind kind_of(const MoeExperts& a) {
   const int64_t pairs = a.tokens * a.k;
   if (a.tokens <= 8 && pairs <= kFewPairs) return MoePlan::Kind::kFew;
   if (a.tokens <= 64 && pairs <= 24 * a.experts) return MoePlan::Kind::kWholeBatch;
-  if (pairs <= 32 * a.experts) return MoePlan::Kind::kSorted;
+  if (pairs <= 20 * a.experts) return MoePlan::Kind::kSorted;
   return MoePlan::Kind::kPrefill;
 }
 
-MoeCaps caps_of(MoePlan::Kind kind) {
+MoeCaps caps_of(const MoeExperts& a, MoePlan::Kind kind) {
   switch (kind) {
     case MoePlan::Kind::kFew:
-      return {8, 8};
+      return {8, 8, 1};
     case MoePlan::Kind::kWholeBatch:
-      return {64, 16};
+      // A second tile of an expert reads its weights again: nearly all experts must fit into one.
+      return {64, a.tokens * a.k <= 10 * a.experts ? 16 : 32, 1};
     case MoePlan::Kind::kSorted:
-      return {32, 32};
+      return {32, 32, 1};
     case MoePlan::Kind::kPrefill:
-      return {128, 128};
+      return {128, 128, kMoeTogether};
   }
   return {};
 }
@@ -116,6 +117,10 @@ int64_t moe_workspace(const MoeExperts& a, MoePlan& plan) {
   plan.tables.down_tiles = static_cast<MoeTile*>(take(tiles(plan.caps.down)));
   plan.tables.row_of = static_cast<int*>(take(4 * plan.pairs));
   plan.tables.pair_of = static_cast<int*>(take(4 * plan.pairs));
+  plan.tables.counts_of_parts =
+      plan.pairs > kMoeOneBlock
+          ? static_cast<int*>(take((plan.pairs + kMoePart - 1) / kMoePart * a.experts * int64_t{sizeof(int)}))
+          : nullptr;
   plan.sorted_x = plan.kind == MoePlan::Kind::kSorted ? take(2 * plan.pairs * a.hidden) : nullptr;
   plan.h = take(2 * plan.pairs * a.width);
   plan.o = take(2 * plan.pairs * a.hidden);
@@ -138,6 +143,7 @@ MoeProduct moe_product_of(const MoeExperts& a, const MoePlan& plan, bool up) {
                      a.up_offset == 0.0f;
   p.rule = {a.activation, a.alpha, a.limit, a.up_offset, plain};
   p.frozen_weights = a.frozen_weights;
+  p.early = up || plan.kind != MoePlan::Kind::kPrefill || a.frozen_weights;  // by speed
   return p;
 }
 
@@ -163,7 +169,7 @@ int64_t moe_experts_workspace(const MoeExperts& a) {
   if (!activation || !types || !shapes || !aligned) return -1;
   MoePlan plan{};
   plan.kind = kind_of(a);
-  plan.caps = caps_of(plan.kind);
+  plan.caps = caps_of(a, plan.kind);
   return moe_workspace(a, plan);
 }
 
@@ -171,7 +177,7 @@ void moe_experts(const MoeExperts& a) {
   if (a.tokens == 0) return;
   MoePlan plan{};
   plan.kind = kind_of(a);
-  plan.caps = caps_of(plan.kind);
+  plan.caps = caps_of(a, plan.kind);
   moe_workspace(a, plan);
   plan.up = moe_product_of(a, plan, true);
   plan.down = moe_product_of(a, plan, false);

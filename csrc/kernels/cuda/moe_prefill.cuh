@@ -97,8 +97,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       __syncwarp();
       const int t = queue.get(n);
       if (t >= tiles) break;
-      const MoeTile tile = p.tables.up_tiles[t / panels];
-      const int panel = t % panels;
+      const auto [tile, panel] = moe_work(p.tables.up_tiles, panels, t);
       const uint16_t* rows[8];
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -140,8 +139,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   for (int n = 0;; ++n) {
     const int t = queue.get(n);
     if (t >= tiles) break;
-    const MoeTile tile = p.tables.up_tiles[t / panels];
-    const int panel = t % panels;
+    const auto [tile, panel] = moe_work(p.tables.up_tiles, panels, t);
     if (group * 64 >= tile.rows) {  // no rows for this warpgroup: the barrier keeps its warps within one phase
       for (int block = 0; block < p.k_blocks; ++block, ring.next()) {
         if (Tile::kSkew > 0 && n == 0) skew_warpgroups<Tile::kSkew>(group, block, p.k_blocks);
@@ -220,8 +218,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (threadIdx.x != 0) return;
     wait_for_previous_kernel();
     for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-      const MoeTile tile = p.tables.up_tiles[t / panels];
-      const int panel = t % panels;
+      const auto [tile, panel] = moe_work(p.tables.up_tiles, panels, t);
       for (int block = 0; block < p.k_blocks; ++block, ring.next()) {
         const uint32_t x = base + ring.stage * Tile::kStageBytes, w = x + Tile::kXBytes, full = ring.full_barrier();
         barrier_wait(ring.empty_barrier(), ring.parity ^ 1);
@@ -243,8 +240,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const bool leader = (threadIdx.x & 127) == 0;
   const uint32_t buffer = base + Tile::kStores + group * Tile::kStoreBytes;
   for (int t = blockIdx.x; t < tiles; t += gridDim.x) {
-    const MoeTile tile = p.tables.up_tiles[t / panels];
-    const int panel = t % panels;
+    const auto [tile, panel] = moe_work(p.tables.up_tiles, panels, t);
     if (group * 64 >= tile.rows) {  // as in the first product
       for (int block = 0; block < p.k_blocks; ++block, ring.next()) {
         if (Tile::kSkew > 0 && t == static_cast<int>(blockIdx.x))
@@ -337,7 +333,7 @@ void run_moe_down(const void* h, int64_t h_row, const void* w, DType dtype, int6
   static std::atomic<uint64_t> allowed{0};
   allow_shared_bytes(moe_down_kernel<Tile>, Tile::kBytes, allowed);
   launch(moe_down_kernel<Tile>,
-         {dim3(static_cast<unsigned>(multiprocessors())), Tile::kThreads, Tile::kBytes, 1, 1, p.frozen_weights}, stream,
+         {dim3(static_cast<unsigned>(multiprocessors())), Tile::kThreads, Tile::kBytes, 1, 1, p.early}, stream,
          moe_map_3d(h, dtype, 1, rows, h_row, k, Tile::kM),
          moe_prefill_weight_map<Tile>(w, dtype, p.experts, p.columns, k),
          moe_map_3d(p.out, dtype, 1, rows, p.out_width, p.out_width, 64), p);

@@ -1,9 +1,10 @@
 // One warp a token; lane i holds the experts i, i + 32, ... in registers.
 #include "kernels/moe_topk.h"
 
-#include <cuda_runtime.h>
-
 #include <limits>
+
+#include "kernels/cuda/launch.h"
+#include "kernels/row_reduce.h"
 
 namespace quartz::kernels::cuda {
 namespace {
@@ -37,18 +38,6 @@ __device__ __forceinline__ float warp_max(float value) {  // NaN is passed over,
 __device__ __forceinline__ float warp_sum(float value) {
   for (int step = 16; step > 0; step /= 2) value += __shfl_down_sync(kWarp, value, step);
   return __shfl_sync(kWarp, value, 0);
-}
-
-// The largest value of the warp; of equal ones the lower id.
-__device__ __forceinline__ void warp_best(float& value, int& id) {
-  for (int step = 16; step > 0; step /= 2) {
-    const float other = __shfl_xor_sync(kWarp, value, step);
-    const int other_id = __shfl_xor_sync(kWarp, id, step);
-    if (other > value || (other == value && other_id < id)) {
-      value = other;
-      id = other_id;
-    }
-  }
 }
 
 // Bit i: the group of this lane's expert i * 32 + lane does not stay. The choices of a row go through shared memory.
@@ -141,29 +130,37 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32) route(const MoeTopk a) {
     }
   } else {
     float choice[PER_LANE];
-    uint32_t taken = 0;  // bit i: this lane's expert i * 32 + lane cannot be chosen (any more)
+    uint32_t barred = 0;  // bit i: this lane's expert i * 32 + lane cannot be chosen
 #pragma unroll
     for (int i = 0; i < PER_LANE; ++i) {
       const int e = i * 32 + lane;
       choice[i] = a.bias != nullptr && e < experts ? score[i] + a.bias[e] : score[i];
       choice[i] = choice[i] == choice[i] ? choice[i] : lowest();
-      if (e >= experts) taken |= 1u << i;
+      if (e >= experts) barred |= 1u << i;
     }
     if (a.kept_groups < a.groups) {
-      taken |= dropped_experts<PER_LANE>(a, choice, shared_memory + warp * 2 * kMaxExperts, lane);
+      barred |= dropped_experts<PER_LANE>(a, choice, shared_memory + warp * 2 * kMaxExperts, lane);
     }
+    // Ascending keys are ascending choices; 0, which no number has, is an expert that cannot be chosen (any more).
+    uint32_t key[PER_LANE];
+#pragma unroll
+    for (int i = 0; i < PER_LANE; ++i) key[i] = (barred >> i & 1u) != 0 ? 0u : ordered_bits(choice[i]);
     for (int j = 0; j < k; ++j) {
-      float best = lowest();
-      int best_id = kNone;
+      uint32_t best = 0;
+      int mine = kNone;
 #pragma unroll
       for (int i = 0; i < PER_LANE; ++i) {
-        if (((taken >> i) & 1u) == 0 && (best_id == kNone || choice[i] > best)) {
-          best = choice[i];
-          best_id = i * 32 + lane;
+        if (key[i] > best) {
+          best = key[i];
+          mine = i * 32 + lane;
         }
       }
-      warp_best(best, best_id);
-      if (best_id % 32 == lane) taken |= 1u << (best_id / 32);
+      // The largest key of the warp; of equal ones the lower id.
+      const int best_id = __reduce_min_sync(kWarp, __reduce_max_sync(kWarp, best) == best ? mine : kNone);
+#pragma unroll
+      for (int i = 0; i < PER_LANE; ++i) {
+        if (best_id == i * 32 + lane) key[i] = 0;
+      }
       if (j % 32 == lane) {
         if (j < 32) {
           id[0] = best_id;
@@ -214,24 +211,23 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32) route(const MoeTopk a) {
 }
 
 template <int PER_LANE>
-void launch(const MoeTopk& a, cudaStream_t stream) {
+void run(const MoeTopk& a, void* stream) {
   const auto blocks = static_cast<unsigned>((a.rows + kWarpsPerBlock - 1) / kWarpsPerBlock);
-  const std::size_t shared = a.kept_groups < a.groups ? kWarpsPerBlock * 2 * kMaxExperts * sizeof(float) : 0;
-  route<PER_LANE><<<blocks, kWarpsPerBlock * 32, shared, stream>>>(a);
+  const int shared = a.kept_groups < a.groups ? kWarpsPerBlock * 2 * static_cast<int>(kMaxExperts * sizeof(float)) : 0;
+  launch(route<PER_LANE>, {dim3(blocks), kWarpsPerBlock * 32, shared}, stream, a);
 }
 
 }  // namespace
 
 void moe_topk(const MoeTopk& a, void* stream) {
   if (a.rows == 0) return;
-  auto* cuda_stream = static_cast<cudaStream_t>(stream);
   const int64_t per_lane = (a.experts + 31) / 32;
-  if (per_lane <= 1) return launch<1>(a, cuda_stream);
-  if (per_lane <= 2) return launch<2>(a, cuda_stream);
-  if (per_lane <= 4) return launch<4>(a, cuda_stream);
-  if (per_lane <= 8) return launch<8>(a, cuda_stream);
-  if (per_lane <= 16) return launch<16>(a, cuda_stream);
-  launch<32>(a, cuda_stream);
+  if (per_lane <= 1) return run<1>(a, stream);
+  if (per_lane <= 2) return run<2>(a, stream);
+  if (per_lane <= 4) return run<4>(a, stream);
+  if (per_lane <= 8) return run<8>(a, stream);
+  if (per_lane <= 16) return run<16>(a, stream);
+  run<32>(a, stream);
 }
 
 }  // namespace quartz::kernels::cuda

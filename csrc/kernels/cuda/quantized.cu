@@ -111,7 +111,7 @@ MoePlan plan_of(const MoeExperts& a, bool& few) {
   const int cap = few ? kQuantizedFew : kQuantizedMany;
   MoePlan plan{};
   plan.kind = MoePlan::Kind::kSorted;
-  plan.caps = {cap, cap};
+  plan.caps = {cap, cap, 1};
   return plan;
 }
 

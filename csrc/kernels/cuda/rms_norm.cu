@@ -1,5 +1,6 @@
 #include "kernels/rms_norm.h"
 
+#include "kernels/cuda/launch.h"
 #include "kernels/cuda/rows.cuh"
 
 namespace quartz::kernels::cuda {
@@ -10,8 +11,9 @@ struct Aligned {
 };
 
 // The sums of squares follow kernels/cuda/rows.cuh, with fma.
-template <class T, int P, int N>
-__global__ void __launch_bounds__(kBlock<P>) rms_norm_rows(RmsNorm a, Aligned aligned) {
+// kThreadsAtOnce: of a multiprocessor, for which the registers must do.
+template <class T, int P, int N, bool kAdd, int kThreadsAtOnce, bool kEarly>
+__global__ void __launch_bounds__(kBlock<P>, kThreadsAtOnce / kBlock<P>) rms_norm_rows(RmsNorm a, Aligned aligned) {
   constexpr int V = kVector<T>;
   constexpr int kHeld = N > 0 ? N : 1;
   __shared__ float shared[P / 32];
@@ -26,11 +28,11 @@ __global__ void __launch_bounds__(kBlock<P>) rms_norm_rows(RmsNorm a, Aligned al
 
   Pack<T> held[kHeld], weights[kHeld];
   const bool early =
-      N > 0 && a.weight != nullptr && a.weight_dtype == kDTypeOf<T>;  // the weight is read beside the row
+      kEarly && N > 0 && a.weight != nullptr && a.weight_dtype == kDTypeOf<T>;  // the weight is read beside the row
   float squares[V] = {};
   const auto read = [&](int64_t v, Pack<T>& pack) {
     pack = load_pack<T>(x, v, a.width, aligned.rows, T{});
-    if (a.residual != nullptr) {
+    if constexpr (kAdd) {
       const auto other = load_pack<T>(residual, v, a.width, aligned.rows, T{});
       float values[V], others[V];
       widen(pack, values);
@@ -97,7 +99,7 @@ __global__ void __launch_bounds__(kBlock<P>) rms_norm_rows(RmsNorm a, Aligned al
     }
   } else {
     for (int64_t v = thread; v < vectors; v += P) {
-      if (a.residual != nullptr) {
+      if constexpr (kAdd) {
         write(v, load_pack<T, true>(sum, v, a.width, aligned.rows, T{}), Pack<T>{});
       } else {
         write(v, load_pack<T>(x, v, a.width, aligned.rows, T{}), Pack<T>{});
@@ -118,7 +120,19 @@ void rms_norm(const RmsNorm& a, void* stream) {
                                               aligned_rows(a.sum, a.width, kSize, a.rows)));
     aligned.weight = aligned16(a.weight);
     with_row_plan<T>(a.width, [&]<int P, int N>() {
-      rms_norm_rows<T, P, N><<<blocks_for<P>(a.rows), kBlock<P>, 0, static_cast<cudaStream_t>(stream)>>>(a, aligned);
+      const unsigned blocks = blocks_for<P>(a.rows);
+      const auto run = [&](auto kernel) {
+        kernel<<<blocks, kBlock<P>, 0, static_cast<cudaStream_t>(stream)>>>(a, aligned);
+      };
+      // Few rows: latency counts, so the weight is read beside the row. Many: the number of threads at a time does.
+      constexpr int kMost = N > 0 && N <= 2 ? 2048 : kBlock<P>;
+      const bool few = blocks <= static_cast<unsigned>(4 * multiprocessors());
+      if (a.residual != nullptr) {
+        if (few) return run(rms_norm_rows<T, P, N, true, kBlock<P>, true>);
+        return run(rms_norm_rows<T, P, N, true, kMost, false>);
+      }
+      if (few) return run(rms_norm_rows<T, P, N, false, kBlock<P>, true>);
+      run(rms_norm_rows<T, P, N, false, kMost, false>);
     });
   });
 }

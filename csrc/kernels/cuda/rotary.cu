@@ -32,10 +32,44 @@ struct Elements {
   }
 };
 
+// Of two runs of V 16-bit elements, those at even places and those at odd ones; and back.
+__device__ __forceinline__ void split_words(uint32_t (&a)[4], uint32_t (&b)[4]) {
+  const uint32_t both[8] = {a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    a[i] = __byte_perm(both[2 * i], both[2 * i + 1], 0x5410);
+    b[i] = __byte_perm(both[2 * i], both[2 * i + 1], 0x7632);
+  }
+}
+__device__ __forceinline__ void join_words(uint32_t (&a)[4], uint32_t (&b)[4]) {
+  uint32_t both[8];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    both[2 * i] = __byte_perm(a[i], b[i], 0x5410);
+    both[2 * i + 1] = __byte_perm(a[i], b[i], 0x7632);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    a[i] = both[i];
+    b[i] = both[4 + i];
+  }
+}
+template <class T, int V, class Body>
+__device__ __forceinline__ void as_words(Elements<T, V>& a, Elements<T, V>& b, const Body& body) {
+  uint32_t first[4], second[4];
+  memcpy(first, a.item, 16);
+  memcpy(second, b.item, 16);
+  body(first, second);
+  memcpy(a.item, first, 16);
+  memcpy(b.item, second, 16);
+}
+
 // V pairs (a, b) from two runs of V elements that lie one behind the other.
 template <class T, int V>
 __device__ __forceinline__ void split(Elements<T, V>& a, Elements<T, V>& b) {
-  if constexpr (V > 1) {
+  if constexpr (V == 8) {
+    as_words(a, b, [](auto& x, auto& y) { split_words(x, y); });
+  } else if constexpr (V > 1) {
     T both[2 * V];
 #pragma unroll
     for (int i = 0; i < V; ++i) {
@@ -51,7 +85,9 @@ __device__ __forceinline__ void split(Elements<T, V>& a, Elements<T, V>& b) {
 }
 template <class T, int V>
 __device__ __forceinline__ void join(Elements<T, V>& a, Elements<T, V>& b) {
-  if constexpr (V > 1) {
+  if constexpr (V == 8) {
+    as_words(a, b, [](auto& x, auto& y) { join_words(x, y); });
+  } else if constexpr (V > 1) {
     T both[2 * V];
 #pragma unroll
     for (int i = 0; i < V; ++i) {
@@ -69,10 +105,16 @@ __device__ __forceinline__ void join(Elements<T, V>& a, Elements<T, V>& b) {
 // V elements that lie one behind the other.
 template <int V, class C>
 __device__ __forceinline__ void read_table(const C* p, C (&out)[V]) {
+  constexpr int kBytes = V * static_cast<int>(sizeof(C)), kWidth = kBytes % 16 == 0 ? 16 : 8;
 #pragma unroll
-  for (int i = 0; i < V * static_cast<int>(sizeof(C)) / 16; ++i) {
-    const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p) + i);
-    memcpy(reinterpret_cast<char*>(out) + 16 * i, &raw, 16);
+  for (int i = 0; i < kBytes / kWidth; ++i) {
+    if constexpr (kWidth == 16) {
+      const uint4 raw = __ldg(reinterpret_cast<const uint4*>(p) + i);
+      memcpy(reinterpret_cast<char*>(out) + 16 * i, &raw, 16);
+    } else {
+      const uint2 raw = __ldg(reinterpret_cast<const uint2*>(p) + i);
+      memcpy(reinterpret_cast<char*>(out) + 8 * i, &raw, 8);
+    }
   }
 }
 
@@ -181,7 +223,29 @@ requires(sizeof(T) == 2) struct Angles<T, T, 8> {
   }
 };
 
-template <class T, class C, int V>
+// Of the pairs that a thread turns: V from `pair`, or V / 2 from `pair` and V / 2 from `other`.
+template <int V, bool kRuns, class C>
+__device__ __forceinline__ void read_both(const Rotary& a, const C* row, int64_t pair, int64_t other, bool aligned,
+                                          C (&of_a)[V], C (&of_b)[V]) {
+  if constexpr (kRuns) {
+    C low_a[V / 2], low_b[V / 2], high_a[V / 2], high_b[V / 2];
+    read_pairs<V / 2>(a, row, pair, aligned, low_a, low_b);
+    read_pairs<V / 2>(a, row, other, aligned, high_a, high_b);
+#pragma unroll
+    for (int i = 0; i < V / 2; ++i) {
+      of_a[i] = low_a[i];
+      of_b[i] = low_b[i];
+      of_a[V / 2 + i] = high_a[i];
+      of_b[V / 2 + i] = high_b[i];
+    }
+  } else {
+    read_pairs<V>(a, row, pair, aligned, of_a, of_b);
+  }
+}
+
+// kRuns: pairs interleaved on both sides. A thread then has two runs of V / 2 pairs, so that neighbouring threads have
+// neighbouring runs.
+template <class T, class C, int V, bool kRuns>
 __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool aligned_tables) {
   const int64_t batch = blockIdx.x / a.positions, position = blockIdx.x % a.positions, half = a.rotated / 2;
   const int pair_chunks = static_cast<int>(half / V),
@@ -192,12 +256,15 @@ __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool alig
   for (int item = threadIdx.x; item < chunks * groups; item += kThreads) {
     const int chunk = item % chunks;
     const bool copies = chunk >= pair_chunks;
-    const int64_t pair = static_cast<int64_t>(chunk) * V;
+    const int64_t pair = static_cast<int64_t>(chunk) * (kRuns ? V / 2 : V);
+    const int64_t other = kRuns ? pair + half / 2 : pair;
+    const int64_t second_run = kRuns ? 2 * other : 2 * pair + V;  // where the thread's second interleaved run begins
+    const bool in_interleaved = kRuns || a.in_interleaved, out_interleaved = kRuns || a.out_interleaved;
     Angles<T, C, V> angles;
     if (!copies) {
       C cos_a[V], cos_b[V], sin_a[V], sin_b[V];
-      read_pairs<V>(a, cos, pair, aligned_tables, cos_a, cos_b);
-      read_pairs<V>(a, sin, pair, aligned_tables, sin_a, sin_b);
+      read_both<V, kRuns>(a, cos, pair, other, aligned_tables, cos_a, cos_b);
+      read_both<V, kRuns>(a, sin, pair, other, aligned_tables, sin_a, sin_b);
       angles.set(a.inverse, cos_a, cos_b, sin_a, sin_b);
     }
 #pragma unroll
@@ -217,13 +284,13 @@ __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool alig
           first.store(to + place);
           continue;
         }
-        first.load(from + (a.in_interleaved ? 2 * pair : pair));
-        second.load(from + (a.in_interleaved ? 2 * pair + V : pair + half));
-        if (a.in_interleaved) split<T, V>(first, second);
+        first.load(from + (in_interleaved ? 2 * pair : pair));
+        second.load(from + (in_interleaved ? second_run : pair + half));
+        if (in_interleaved) split<T, V>(first, second);
         angles.turn(first, second);
-        if (a.out_interleaved) join<T, V>(first, second);
-        first.store(to + (a.out_interleaved ? 2 * pair : pair));
-        second.store(to + (a.out_interleaved ? 2 * pair + V : pair + half));
+        if (out_interleaved) join<T, V>(first, second);
+        first.store(to + (out_interleaved ? 2 * pair : pair));
+        second.store(to + (out_interleaved ? second_run : pair + half));
       }
     }
   }
@@ -255,9 +322,11 @@ bool vectors_fit(const Rotary& a) {
 template <class T, class C>
 void launch(const Rotary& a, unsigned blocks, cudaStream_t stream) {
   if (vectors_fit<T>(a)) {
-    rotate_positions<T, C, kVector<T>><<<blocks, kThreads, 0, stream>>>(a, tables_fit<C>(a));
+    const auto run = [&](auto kernel) { kernel<<<blocks, kThreads, 0, stream>>>(a, tables_fit<C>(a)); };
+    if (a.in_interleaved && a.out_interleaved) return run(rotate_positions<T, C, kVector<T>, true>);
+    run(rotate_positions<T, C, kVector<T>, false>);
   } else {
-    rotate_positions<T, C, 1><<<blocks, kThreads, 0, stream>>>(a, false);
+    rotate_positions<T, C, 1, false><<<blocks, kThreads, 0, stream>>>(a, false);
   }
 }
 

@@ -13,6 +13,23 @@ struct Larger {
     return a > b ? a : b;
   }
 };
+struct Lower {
+  __device__ __forceinline__ uint32_t operator()(uint32_t a, uint32_t b) const { return min(a, b); }
+};
+struct MaxOrNan {
+  __device__ __forceinline__ float operator()(float a, float b) const {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+  }
+};
+struct MinOrNan {
+  __device__ __forceinline__ float operator()(float a, float b) const {
+    float least;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
+    return least;
+  }
+};
 
 __device__ __forceinline__ void put(const RowReduce& a, int64_t row, float value) {
   switch (a.y_dtype) {
@@ -33,6 +50,7 @@ __global__ void __launch_bounds__(kBlock<P>) reduce_rows(RowReduce a, bool align
   constexpr int V = kVector<T>;
   constexpr int kHeld = N > 0 ? N : 1;
   __shared__ float shared[2][P / 32];
+  __shared__ uint32_t shared_index[P / 32];
   __shared__ unsigned long long shared_best[P / 32];
   const int64_t row = row_of_thread<P>();
   if (row >= a.rows) return;
@@ -114,35 +132,60 @@ __global__ void __launch_bounds__(kBlock<P>) reduce_rows(RowReduce a, bool align
     const float sum = over_threads<P>(fold(sums, Add{}), Add{}, shared[1]);
     if (thread == 0) put(a, row, logf(sum) + maximum);
   } else {
-    // The first of the largest in each place of the thread's vectors; a NaN is taken and kept.
-    const float sign = a.reduction == Reduction::kArgMin ? -1.0f : 1.0f;
-    float best[V];
-    uint32_t vector[V];
+    const bool least = a.reduction == Reduction::kArgMin;
+    uint32_t index = 0xffffffffu;
+    if constexpr (N > 0) {  // the largest value, NaN above all, then the first place that has it
+      float best[V];
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      best[i] = -infinity;
-      vector[i] = static_cast<uint32_t>(thread);
-    }
-    each([&](int64_t v, const float(&values)[V]) {
+      for (int i = 0; i < V; ++i) best[i] = least ? infinity : -infinity;
+      const auto take = [&](auto op) {
+        each([&](int64_t, const float(&values)[V]) {
+#pragma unroll
+          for (int i = 0; i < V; ++i) best[i] = op(best[i], values[i]);
+        });
+        return over_threads<P>(fold(best, op), op, shared[0]);
+      };
+      const float found = least ? take(MinOrNan{}) : take(MaxOrNan{});
+      const bool nan = found != found;
+      each([&](int64_t v, const float(&values)[V]) {
+        uint32_t here = 0xffffffffu;
+#pragma unroll
+        for (int i = V - 1; i >= 0; --i) {
+          if (nan ? values[i] != values[i] : values[i] == found) here = static_cast<uint32_t>(v * V + i);
+        }
+        index = min(index, here);  // what lies behind the row has a larger index than an equal of the row
+      });
+      index = over_threads<P>(index, Lower{}, shared_index);
+    } else {  // a row that is read once: the first of the largest in each place of the thread's vectors; a NaN is kept
+      const float sign = least ? -1.0f : 1.0f;
+      float best[V];
+      uint32_t vector[V];
 #pragma unroll
       for (int i = 0; i < V; ++i) {
-        const float value = values[i] * sign;
-        if (!(value <= best[i]) && best[i] == best[i]) {
-          best[i] = value;
-          vector[i] = static_cast<uint32_t>(v);
-        }
+        best[i] = -infinity;
+        vector[i] = static_cast<uint32_t>(thread);
       }
-    });
-    unsigned long long key = 0;
+      each([&](int64_t v, const float(&values)[V]) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-      const int64_t index = static_cast<int64_t>(vector[i]) * V + i;
-      const unsigned long long candidate =
-          (static_cast<unsigned long long>(ordered_bits(best[i])) << 32) | ~static_cast<uint32_t>(index);
-      if (index < a.width && candidate > key) key = candidate;
+        for (int i = 0; i < V; ++i) {
+          const float value = values[i] * sign;
+          if (!(value <= best[i]) && best[i] == best[i]) {
+            best[i] = value;
+            vector[i] = static_cast<uint32_t>(v);
+          }
+        }
+      });
+      unsigned long long key = 0;
+#pragma unroll
+      for (int i = 0; i < V; ++i) {
+        const int64_t at = static_cast<int64_t>(vector[i]) * V + i;
+        const unsigned long long candidate =
+            (static_cast<unsigned long long>(ordered_bits(best[i])) << 32) | ~static_cast<uint32_t>(at);
+        if (at < a.width && candidate > key) key = candidate;
+      }
+      index = ~static_cast<uint32_t>(over_threads<P>(key, Larger{}, shared_best));
     }
-    key = over_threads<P>(key, Larger{}, shared_best);
-    if (thread == 0) static_cast<int64_t*>(a.y)[row] = static_cast<int64_t>(~static_cast<uint32_t>(key));
+    if (thread == 0) static_cast<int64_t*>(a.y)[row] = static_cast<int64_t>(index);
   }
 }
 
@@ -150,8 +193,7 @@ template <class T, Kind K>
 void launch(const RowReduce& a, cudaStream_t stream) {
   const bool aligned = aligned_rows(a.x, a.x_stride, sizeof(T), a.rows);
   with_row_plan<T>(a.width, [&]<int P, int N>() {
-    constexpr int kKept = K == Kind::kVariance || K == Kind::kLogSumExp ? N : 0;
-    reduce_rows<T, K, P, kKept><<<blocks_for<P>(a.rows), kBlock<P>, 0, stream>>>(a, aligned);
+    reduce_rows<T, K, P, K == Kind::kSum ? 0 : N><<<blocks_for<P>(a.rows), kBlock<P>, 0, stream>>>(a, aligned);
   });
 }
 
