@@ -17,10 +17,9 @@ using c10::DispatchKey;
 
 // CompositeExplicitAutograd kernels that call a DispatchStub or test the device type, and so cannot run on quartz.
 bool cannot_be_decomposed(const std::string& name) {
-  static const std::unordered_set<std::string> names{"aten::convolution",  "aten::convolution_backward",
-                                                     "aten::_convolution", "aten::conj_physical_",
-                                                     "aten::mode",         "aten::kaiser_window",
-                                                     "aten::ldexp",        "aten::ldexp_"};
+  static const std::unordered_set<std::string> names{
+      "aten::convolution", "aten::convolution_backward", "aten::_convolution", "aten::conj_physical_",
+      "aten::mode",        "aten::kaiser_window",        "aten::ldexp",        "aten::ldexp_"};
   return names.count(name) != 0;
 }
 

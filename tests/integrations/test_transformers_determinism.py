@@ -88,9 +88,7 @@ def test_report_is_empty(model):
         model(ids, attention_mask=mask, use_cache=False)
         _, cache = with_cache(model, prompt(1), None)
         with_cache(model, prompt(2, 1, 1), cache)
-    # Experts of these tiny sizes are not served by the GPU's kernels: in 16 bits PyTorch's grouped product runs.
-    allowed = {"aten::_grouped_mm"} if torch.quartz.substrate() == "cuda" else set()
-    assert {operator.name for operator in determinism_report()} <= allowed
+    assert determinism_report() == []
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -466,7 +466,7 @@ def test_sdpa_under_transformations():
 
     slope = torch.func.grad(lambda x: attend(x).square().sum())
     for function in (torch.vmap(attend), torch.vmap(slope), lambda x: slope(x[0])):
-        torch.testing.assert_close(function(q.to("quartz")).cpu(), function(q))
+        torch.testing.assert_close(function(q.to("quartz")).cpu(), function(q), rtol=1e-4, atol=1e-4)
 
 
 def test_a_compiled_sdpa_has_the_bits_of_the_eager_one():

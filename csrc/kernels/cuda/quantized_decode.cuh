@@ -302,8 +302,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     int previous = 0;
     for (int step = 0; step < steps; ++step, ring.next()) {
       barrier_wait(ring.full_barrier(), ring.parity);
-      // The decoded tile was written by ordinary stores. The fence stands here and not behind those: there it would wait
-      // for the copies that the decoding threads have in flight.
+      // The decoded tile was written by ordinary stores. The fence stands here and not behind those: there it would
+      // wait for the copies that the decoding threads have in flight.
       fence_shared_writes();
       const uint32_t x = base + ring.stage * Tile::kStageBytes, w = x + kBlocks * Tile::kXBytes;
 #pragma unroll

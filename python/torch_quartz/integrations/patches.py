@@ -26,8 +26,8 @@ from torch_quartz.integrations import (
     transformers_experts,
     transformers_fp8,
     transformers_fused,
-    transformers_paged,
     transformers_mxfp4,
+    transformers_paged,
 )
 from torch_quartz.integrations.replacements import Replacements
 

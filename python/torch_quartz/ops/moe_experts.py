@@ -64,16 +64,18 @@ def moe_experts(
     ------
     RuntimeError
         Shapes or dtypes that do not fit.
+    NotImplementedError
+        On a GPU: float32, sizes that are no multiples of 64 and other cases the message lists.
     ValueError
         An unknown `activation`.
 
     Examples
     --------
-    >>> x = torch.ones(1, 2, device="quartz")
-    >>> up, down = torch.ones(3, 4, 2, device="quartz"), torch.ones(3, 2, 2, device="quartz")
+    >>> x = torch.ones(1, 64, dtype=torch.bfloat16, device="quartz")
+    >>> up, down = x.new_ones(3, 128, 64), x.new_ones(3, 64, 64)
     >>> ids, weights = torch.tensor([[2, -1]], device="quartz"), torch.tensor([[0.5, 0.5]], device="quartz")
-    >>> torch_quartz.ops.moe_experts(x, ids, weights, up, down, activation="relu").cpu()
-    tensor([[4., 4.]])
+    >>> torch_quartz.ops.moe_experts(x, ids, weights, up, down, activation="relu")[0, :2].tolist()  # 64 (64 64) / 2
+    [131072.0, 131072.0]
     """
     return torch.ops.quartz.moe_experts(
         x,

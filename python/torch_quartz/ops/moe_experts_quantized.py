@@ -46,6 +46,8 @@ def moe_experts_quantized(
     ------
     RuntimeError
         Shapes or dtypes that do not fit.
+    NotImplementedError
+        On a GPU: float32, sizes that are no multiples of 64 and other cases the message lists.
     ValueError
         An unknown `activation`, or weights of two formats.
 
@@ -54,11 +56,11 @@ def moe_experts_quantized(
     >>> def quantized(*shape):
     ...     codes, scales = torch_quartz.ops.quantize_mxfp4(torch.ones(shape, device="quartz"))
     ...     return torch_quartz.ops.QuantizedWeight(codes, scales, format="mxfp4")
-    >>> x, ids = torch.ones(1, 2, device="quartz"), torch.tensor([[2, -1]], device="quartz")
-    >>> weights = torch.tensor([[0.5, 0.5]], device="quartz")
+    >>> x = torch.ones(1, 64, dtype=torch.bfloat16, device="quartz")
+    >>> ids, weights = torch.tensor([[2, -1]], device="quartz"), torch.tensor([[0.5, 0.5]], device="quartz")
     >>> torch_quartz.ops.moe_experts_quantized(
-    ...     x, ids, weights, quantized(3, 4, 2), quantized(3, 2, 2), activation="relu").cpu()
-    tensor([[4., 4.]])
+    ...     x, ids, weights, quantized(3, 128, 64), quantized(3, 64, 64), activation="relu")[0, :2].tolist()
+    [131072.0, 131072.0]
     """
     if (up.format, up.block) != (down.format, down.block):
         raise ValueError(
