@@ -39,7 +39,8 @@ bool matmul(const Matmul& given) {
   }
   const bool k_major = layout.x_k_major && layout.w_k_major;
   // Where clusters win over the tiles of prefill: up to 128 rows, or 256 of few columns.
-  const bool few_columns = a.n <= 2112 && a.m <= 256, middle = a.n <= 6336 && a.m <= 128;
+  const bool few_columns = a.n <= 2112 && a.m <= 256,
+             middle = (a.n <= 4224 || (a.n > 5280 && a.n <= 6336)) && a.m <= 128;
   if (k_major && a.m <= 64)
     matmul_decode(a);
   else if (k_major && a.activation == Activation::kNone && a.batch == 1 && (few_columns || middle))

@@ -8,7 +8,6 @@ namespace {
 template <class T>
 void cluster(const Matmul& a) {
   if (a.n <= 4224) return run_cluster<ClusterTile<T, 1, 64, 7, 2, 1, 2>>(a);
-  if (a.n <= 5280) return run_cluster<ClusterTile<T, 1, 80, 6, 2, 1, 2>>(a);
   run_cluster<ClusterTile<T, 1, 96, 5, 2, 1, 2>>(a);
 }
 

@@ -14,8 +14,7 @@ int best_width(const Matmul& a, std::initializer_list<int> widths) {
   int best = 0;
   for (const int width : widths) {
     const int64_t tiles = (a.m + 127) / 128 * ((a.n + width - 1) / width) * a.batch;
-    const int64_t store = width % 32 == 0 ? 32 : 96;  // by the copy engine, or not
-    const int64_t cost = (tiles + blocks - 1) / blocks * (std::max(4 * width, 256 + 3 * width) + store);
+    const int64_t cost = (tiles + blocks - 1) / blocks * (std::max(4 * width, 256 + 3 * width) + 32);
     if (cost < least) {
       least = cost;
       best = width;

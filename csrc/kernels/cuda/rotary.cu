@@ -243,10 +243,13 @@ __device__ __forceinline__ void read_both(const Rotary& a, const C* row, int64_t
   }
 }
 
-// kRuns: pairs interleaved on both sides. A thread then has two runs of V / 2 pairs, so that neighbouring threads have
-// neighbouring runs.
-template <class T, class C, int V, bool kRuns>
+// Where the pairs lie: in halves on both sides; interleaved on both sides, then a thread has two runs of V / 2 pairs,
+// so that neighbouring threads have neighbouring runs; anything.
+enum class Style { kHalves, kRuns, kAny };
+
+template <class T, class C, int V, Style kStyle>
 __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool aligned_tables) {
+  constexpr bool kRuns = kStyle == Style::kRuns;
   const int64_t batch = blockIdx.x / a.positions, position = blockIdx.x % a.positions, half = a.rotated / 2;
   const int pair_chunks = static_cast<int>(half / V),
             chunks = pair_chunks + static_cast<int>((a.head_size - a.rotated) / V);
@@ -259,7 +262,8 @@ __global__ void __launch_bounds__(kThreads) rotate_positions(Rotary a, bool alig
     const int64_t pair = static_cast<int64_t>(chunk) * (kRuns ? V / 2 : V);
     const int64_t other = kRuns ? pair + half / 2 : pair;
     const int64_t second_run = kRuns ? 2 * other : 2 * pair + V;  // where the thread's second interleaved run begins
-    const bool in_interleaved = kRuns || a.in_interleaved, out_interleaved = kRuns || a.out_interleaved;
+    const bool in_interleaved = kStyle == Style::kAny ? a.in_interleaved : kRuns,
+               out_interleaved = kStyle == Style::kAny ? a.out_interleaved : kRuns;
     Angles<T, C, V> angles;
     if (!copies) {
       C cos_a[V], cos_b[V], sin_a[V], sin_b[V];
@@ -323,10 +327,11 @@ template <class T, class C>
 void launch(const Rotary& a, unsigned blocks, cudaStream_t stream) {
   if (vectors_fit<T>(a)) {
     const auto run = [&](auto kernel) { kernel<<<blocks, kThreads, 0, stream>>>(a, tables_fit<C>(a)); };
-    if (a.in_interleaved && a.out_interleaved) return run(rotate_positions<T, C, kVector<T>, true>);
-    run(rotate_positions<T, C, kVector<T>, false>);
+    if (a.in_interleaved && a.out_interleaved) return run(rotate_positions<T, C, kVector<T>, Style::kRuns>);
+    if (!a.in_interleaved && !a.out_interleaved) return run(rotate_positions<T, C, kVector<T>, Style::kHalves>);
+    run(rotate_positions<T, C, kVector<T>, Style::kAny>);
   } else {
-    rotate_positions<T, C, 1, false><<<blocks, kThreads, 0, stream>>>(a, false);
+    rotate_positions<T, C, 1, Style::kAny><<<blocks, kThreads, 0, stream>>>(a, false);
   }
 }
 
