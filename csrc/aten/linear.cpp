@@ -77,7 +77,8 @@ at::Tensor quartz_linear(const at::Tensor& x, const at::Tensor& weight, const st
   for (std::size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
   sizes.back() = weight.size(0);
   auto out = at::empty({rows, weight.size(0)}, x.options().memory_format(at::MemoryFormat::Contiguous));
-  const bool gelu_apart = epilogue.activation == kernels::Activation::kGelu && on_gpu(x);  // no kernel has it
+  // PyTorch's gelu, so that the bits are those of F.gelu.
+  const bool gelu_apart = epilogue.activation == kernels::Activation::kGelu && on_gpu(x);
   if (gelu_apart) epilogue.activation = kernels::Activation::kNone;
   const bool done = multiply(x.reshape({rows, x.size(-1)}), weight, out, epilogue, Second::kAsWeight);
   TORCH_INTERNAL_ASSERT(done, op, ": no kernel for these operands");

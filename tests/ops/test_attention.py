@@ -181,7 +181,7 @@ def test_padding_neighbours_and_layout_change_no_bit(data):
     q, k, v = inputs(dtype, 1, 4, 2, length, length, size, seed=data.draw(st.integers(0, 99)))
     alone = ops.attention(q, k, v, causal=True)
     total = left + length + right
-    not_finite = [] if TILES and dtype != torch.float32 else [float("nan"), float("inf")]
+    not_finite = [] if TILES else [float("nan"), float("inf")]  # docs/ops/attention.md, limits
     garbage = data.draw(st.sampled_from([*not_finite, 6e4, 0.0]))
     wide = [torch.full((batch, t.shape[1], total, size), garbage, device="quartz", dtype=dtype) for t in (q, k, v)]
     for target, source in zip(wide, (q, k, v), strict=True):
@@ -438,7 +438,7 @@ def test_sdpa_gradients(options, value_size, kv_heads):
         once = torch.autograd.grad(out, leaves, cotangent, create_graph=True)
         twice = torch.autograd.grad(sum(g.square().sum() for g in once), leaves)
         results.append([t.detach().cpu().double() for t in (*plain, *once, *twice)])
-    torch.testing.assert_close(results[0], results[1], rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=1e-3)
 
 
 def test_what_sdpa_leaves_to_pytorch():

@@ -322,7 +322,8 @@ def test_quartz_linear_extremes(activation):
     values = torch.tensor([-float("inf"), -1e30, -100.0, -20.0, -12.0, -5.0, -1e-3, 0.0, 1e-3, 5.0, 20.0, 100.0, 1e30])
     got = ops.linear(values[:, None].to("quartz"), torch.ones(1, 1, device="quartz"), None, activation).cpu()[:, 0]
     exact = ACTIVATIONS[activation](values.double())
-    torch.testing.assert_close(got.double(), exact, rtol=3e-5, atol=1e-37, equal_nan=True)
+    apart = activation == "gelu" and torch.quartz.substrate() == "cuda"  # PyTorch's kernel, which adds 1 to erf
+    torch.testing.assert_close(got.double(), exact, rtol=3e-5, atol=1e-6 if apart else 1e-37, equal_nan=True)
     assert ops.linear(
         torch.full((1, 1), float("nan"), device="quartz"), torch.ones(1, 1, device="quartz"), None, activation
     ).isnan()
