@@ -33,14 +33,21 @@ c10::DeviceIndex checked_index(int64_t index) {
   return static_cast<c10::DeviceIndex>(index);
 }
 
-at::Tensor native_alias(const at::Tensor& tensor) {
+// While somebody outside knows the memory under its native name, neither side resizes it (see unlock_twin).
+void lock_memory(const at::Tensor& native) {
+  if (native.has_storage()) native.storage().unsafeGetStorageImpl()->set_resizable(false);
+}
+
+at::Tensor native_alias(const at::Tensor& tensor, bool lock) {
   TORCH_CHECK_VALUE(quartz::is_quartz(tensor), "quartz: native_alias: expected a quartz tensor, got one on ",
                     tensor.device());
   const c10::impl::ExcludeDispatchKeyGuard below(quartz::kAboveKernels);
-  return quartz::native_alias(tensor, AliasKind::kFull);
+  auto native = quartz::native_alias(tensor, AliasKind::kFull);
+  if (lock) lock_memory(native);
+  return native;
 }
 
-at::Tensor adopt(const at::Tensor& tensor, int64_t device_index) {
+at::Tensor adopt(const at::Tensor& tensor, int64_t device_index, bool lock) {
   const auto native = quartz::substrate().native_type();
   TORCH_CHECK_VALUE(tensor.device().type() == native, "quartz: adopt: expected a tensor on ",
                     c10::DeviceTypeName(native, /*lower_case=*/true), ", got one on ", tensor.device());
@@ -50,6 +57,7 @@ at::Tensor adopt(const at::Tensor& tensor, int64_t device_index) {
                     " cannot become a tensor of device quartz:", device_index, " without a copy");
   const c10::impl::ExcludeDispatchKeyGuard below(quartz::kAboveKernels);
   AliasScope scope(c10::Device(quartz::kQuartz, index));
+  if (lock) lock_memory(tensor);
   return scope.to_quartz(tensor);
 }
 
@@ -129,8 +137,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("in_bad_fork", [] { return quartz::substrate().in_bad_fork(); });
   m.def("host_memory", [] { return quartz::host_substrate().memory_info(0); });
 
-  m.def("native_alias", &native_alias);
-  m.def("adopt", &adopt, py::arg("tensor"), py::arg("device_index") = -1);
+  m.def("native_alias", &native_alias, py::arg("tensor"), py::arg("lock") = false);
+  m.def("adopt", &adopt, py::arg("tensor"), py::arg("device_index") = -1, py::arg("lock") = false);
   m.def("op_counts", &quartz::op_counts);
   m.def("exact_op_counts", &quartz::exact_op_counts);
   m.def("reset_op_counts", &quartz::reset_op_counts);

@@ -3,6 +3,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <sstream>
+#include <unordered_set>
 
 #include "aten/alias_pool.h"
 
@@ -112,9 +113,11 @@ void AliasScope::take_device(c10::Device device) {
 const at::Tensor& AliasScope::find_or_make(const at::Tensor& tensor, Operand operand) {
   auto* impl = tensor.unsafeGetTensorImpl();
   if (C10_UNLIKELY(!is_quartz(tensor))) {
-    // 0-dim CPU tensors are scalars to every kernel; anything larger must be where the other operands are.
-    if (operand != Operand::kIndex && tensor.defined() && tensor.is_cpu() && tensor.dim() > 0) {
-      misplaced_operand_ = impl;
+    // 0-dim CPU tensors are scalars to the kernels that read them; what is larger or written must be where the other
+    // operands are.
+    if (operand != Operand::kIndex && tensor.defined() && tensor.is_cpu()) {
+      const bool scalar = tensor.dim() == 0 && operand == Operand::kRead;
+      (scalar ? scalar_operand_ : misplaced_operand_) = impl;
     }
     return tensor;
   }
@@ -144,10 +147,15 @@ AliasScope::Pair AliasScope::make(const at::Tensor& tensor, Operand operand) con
       native.unsafeGetTensorImpl()->set_version_counter(impl->version_counter());
     }
     if (requires_grad && !native.requires_grad()) native.set_requires_grad(true);
-    if (native.has_storage() && !native.storage().resizable()) share_borrowed(tensor, native);
+    if (native.has_storage() && !native.storage().resizable()) {
+      unlock_twin(*native.storage().unsafeGetStorageImpl(), /*holders=*/2);
+      if (!native.storage().resizable()) share_borrowed(tensor, native);
+    }
     return {impl, std::move(native), false};
   }
   c10::Storage storage(native_storage(*tensor.storage().unsafeGetStorageImpl()));
+  // Two hold it: the quartz storage, and `storage` here.
+  if (C10_UNLIKELY(!storage.resizable())) unlock_twin(*storage.unsafeGetStorageImpl(), /*holders=*/2);
   const bool borrowed = !storage.resizable();
   auto native = take_alias(std::move(storage), full ? alias_keys().full : alias_keys().lean, *impl);
   if (C10_UNLIKELY(borrowed)) share_borrowed(tensor, native);
@@ -178,19 +186,53 @@ c10::Storage AliasScope::to_native(const c10::Storage& storage) {
   return native;
 }
 
-void AliasScope::throw_mixed_devices(const std::string& op, const std::string& argument) const {
+void throw_mixed_devices(c10::Device first, c10::Device second, const std::string& op, const std::string& argument) {
   std::ostringstream details;
   if (!op.empty()) details << "operator " << op;
   if (!argument.empty()) details << ", argument '" << argument << "'";
-  if (has_two_devices()) {
+  if (second.type() == kQuartz) {
     // which of them should move is the caller's choice
   } else if (argument == "out") {
-    details << ": out= must be on " << device_;  // a moved copy would take the result instead of the caller's tensor
+    details << ": out= must be on " << first;  // a moved copy would take the result instead of the caller's tensor
   } else {
-    details << ": move the CPU tensor with .to(\"" << device_ << "\")";
+    details << ": move the CPU tensor with .to(\"" << first << "\")";
   }
-  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", device_,
-              " and ", second_device_, "!", details.str().empty() ? "" : " (" + details.str() + ")");
+  TORCH_CHECK(false, "Expected all tensors to be on the same device, but found at least two devices, ", first, " and ",
+              second, "!", details.str().empty() ? "" : " (" + details.str() + ")");
+}
+
+bool refuses_scalars(const std::string& name) {
+  static const std::unordered_set<std::string> operators{"aten::addmm",
+                                                         "aten::addmv",
+                                                         "aten::addr",
+                                                         "aten::baddbmm",
+                                                         "aten::bucketize",
+                                                         "aten::embedding",
+                                                         "aten::embedding_dense_backward",
+                                                         "aten::equal",
+                                                         "aten::gather",
+                                                         "aten::index_add",
+                                                         "aten::index_copy",
+                                                         "aten::index_reduce",
+                                                         "aten::index_select",
+                                                         "aten::masked_scatter",
+                                                         "aten::masked_select",
+                                                         "aten::multi_margin_loss",
+                                                         "aten::nll_loss2d_forward",
+                                                         "aten::nll_loss_forward",
+                                                         "aten::put",
+                                                         "aten::scatter",
+                                                         "aten::scatter_add",
+                                                         "aten::scatter_reduce",
+                                                         "aten::searchsorted",
+                                                         "aten::take"};
+  auto base = name.substr(0, name.find('.'));  // of every overload
+  if (base.size() > 6 && base.back() == '_') base.pop_back();
+  return operators.count(base) != 0;
+}
+
+void AliasScope::throw_mixed_devices(const std::string& op, const std::string& argument) const {
+  quartz::throw_mixed_devices(device_, second_device_, op, argument);
 }
 
 bool AliasScope::is_alias_of_argument(const at::Tensor& native) const {

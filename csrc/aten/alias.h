@@ -55,6 +55,14 @@ class BorrowedTensor {
 // So that an array of them is an array of tensors.
 static_assert(sizeof(BorrowedTensor) == sizeof(at::Tensor) && alignof(BorrowedTensor) == alignof(at::Tensor));
 
+// PyTorch's error for operands on two devices, with the operator and the argument that is not where the others are.
+[[noreturn]] void throw_mixed_devices(c10::Device first, c10::Device second, const std::string& op,
+                                      const std::string& argument);
+
+// Whether CUDA refuses 0-dim CPU tensors as operands of this operator ("aten::gather"). Pointwise kernels read them as
+// scalars; products, and what finds or moves elements by index, do not.
+bool refuses_scalars(const std::string& op);
+
 // One operator call: which aliases stand for which tensors, and which storages were adopted, so that outputs which
 // share memory with an argument (views, in-place results) share the argument's storage, and outputs which share memory
 // with one another share one storage. The scope does not own its arguments: the caller keeps them alive.
@@ -96,10 +104,15 @@ class QUARTZ_API AliasScope {
   void set_result_device(c10::Device device) { result_device_ = device; }
   // After that error: true, and a caller who knows the names throws it again with them.
   bool has_two_devices() const { return second_device_.type() == kQuartz; }
-  // A CPU tensor with dimensions that was given beside a quartz tensor, else null: to be refused, since on host memory
-  // the kernel would compute with it in silence. Or the tensor of the second quartz device.
+  // A CPU tensor with dimensions or that is written, given beside a quartz tensor, else null: refused, since on host
+  // memory the kernel would compute with it in silence. Or the tensor of the second quartz device.
   const c10::TensorImpl* misplaced_operand() const {
     return has_two_devices() || !pairs_.empty() ? misplaced_operand_ : nullptr;
+  }
+  // A 0-dim CPU tensor that is read: misplaced, too, where the operator takes no scalars.
+  bool has_scalar_operand() const { return scalar_operand_ != nullptr; }
+  void refuse_scalars() {
+    if (misplaced_operand_ == nullptr) misplaced_operand_ = scalar_operand_;
   }
   [[noreturn]] void throw_mixed_devices(const std::string& op, const std::string& argument) const;
   // The check for own kernels, which know the argument's name only by its place in the schema.
@@ -138,6 +151,7 @@ class QUARTZ_API AliasScope {
   std::optional<c10::Device> result_device_;
   bool has_device_ = false;
   const c10::TensorImpl* misplaced_operand_ = nullptr;  // identity only
+  const c10::TensorImpl* scalar_operand_ = nullptr;     // identity only
 };
 
 // True for tensors that are more than sizes and strides over a storage: sparse, compressed, nested, quantized, zero.

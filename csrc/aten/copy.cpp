@@ -18,15 +18,24 @@ bool is_sub_byte(at::ScalarType type) {
          (type >= at::ScalarType::Int1 && type <= at::ScalarType::Int7);
 }
 
+// The native copy_ would read or write at address 0.
+void check_has_memory(const char* argument, const at::Tensor& tensor) {
+  TORCH_CHECK(!tensor.has_storage() || tensor.storage().nbytes() != 0 || tensor.numel() == 0, "copy_: ", argument,
+              " must have its memory, got a tensor of shape ", tensor.sizes(), " on ", tensor.device(),
+              " whose storage was resized to 0 bytes");
+}
+
 // Both sides become native tensors and the native copy_ does the work: host to device, peer to peer, pinned and
 // non-blocking as CUDA does them. A copy to pageable memory has finished on return, also with non_blocking.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& destination, bool non_blocking) {
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
+  check_has_memory("the destination", destination);
   auto target = alias_or_self(destination);
   if (C10_UNLIKELY(self._is_zerotensor())) {
     target.zero_();
     return destination;
   }
+  check_has_memory("the source", self);
   auto source = alias_or_self(self);
   if (C10_UNLIKELY(is_sub_byte(source.scalar_type()) && source.scalar_type() == target.scalar_type())) {
     source = source.view(at::kByte);

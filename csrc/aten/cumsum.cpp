@@ -50,7 +50,7 @@ at::Tensor& cumsum_(at::Tensor& self, int64_t dim, Dtype dtype) {
 }
 
 at::Tensor& cumsum_out(const at::Tensor& self, int64_t dim, Dtype dtype, at::Tensor& out) {
-  if (out.scalar_type() == dtype.value_or(self.scalar_type())) {
+  if (may_give_apart(self, out) && out.scalar_type() == dtype.value_or(self.scalar_type())) {
     if (auto result = run(self, dim, dtype)) return give(*result, out);
   }
   fallback_of<at::_ops::cumsum_out>(self, dim, dtype, out);

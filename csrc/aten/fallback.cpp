@@ -21,11 +21,12 @@ using c10::TypeKind;
 using torch::jit::Stack;
 using Kind = OpFacts::Kind;
 
-// Operators whose schema takes CPU tensors beside device tensors: lengths, sizes, scales.
+// Operators whose schema takes CPU tensors beside device tensors: lengths, sizes, scales, a value that is read out.
 bool takes_cpu_operands(const std::string& name) {
   static const std::unordered_set<std::string> names{"aten::_pack_padded_sequence",
                                                      "aten::_pack_padded_sequence_backward",
                                                      "aten::_ctc_loss.Tensor",
+                                                     "aten::fill_.Tensor",
                                                      "aten::_amp_update_scale_",
                                                      "aten::_nested_tensor_from_tensor_list",
                                                      "aten::tensor_split.tensor_indices_or_sections",
@@ -110,6 +111,7 @@ class Call {
       if (!scope_.has_two_devices()) throw;
       scope_.throw_mixed_devices(facts_.counter.name, facts_.argument_names[originals_.back().index]);
     }
+    if (scope_.has_scalar_operand() && refuses_scalars(facts_.counter.name)) scope_.refuse_scalars();
     if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) {
       scope_.throw_mixed_devices(facts_.counter.name, as_given().argument_with(scope_.misplaced_operand()));
     }

@@ -31,6 +31,7 @@ at::Tensor& histc_out(const at::Tensor& self, int64_t bins, const at::Scalar& mi
                       at::Tensor& out) {
   TORCH_CHECK(out.scalar_type() == self.scalar_type(), "torch.histogram: input tensor and hist tensor should",
               " have the same dtype, but got input ", self.scalar_type(), " and hist ", out.scalar_type());
+  if (out.device() != self.device()) throw_mixed_devices(self.device(), out.device(), "aten::histc.out", "out");
   const c10::impl::ExcludeDispatchKeyGuard below(kAboveKernels);
   AliasScope scope;
   const auto result = native_histc(scope.to_native(self), bins, min, max);

@@ -195,6 +195,7 @@ struct Unboxed;
 template <class Op, class Result, class... Arguments>
 struct Unboxed<Op, Result(Arguments...)> {
   static inline OpCounter* counter = nullptr;
+  static inline bool no_scalars = false;
 
   static Result call(Arguments... arguments) {
     counter->count_fallback();
@@ -202,6 +203,7 @@ struct Unboxed<Op, Result(Arguments...)> {
     AliasScope scope;
     try {
       std::tuple<Native<Arguments>...> natives{make_native<Arguments, Result>(arguments, scope)...};
+      if (C10_UNLIKELY(no_scalars)) scope.refuse_scalars();
       if (C10_UNLIKELY(scope.misplaced_operand() != nullptr)) scope.throw_mixed_devices(counter->name, "");
       if constexpr (std::is_void_v<Result>) {
         std::apply([](auto&... native) { Op::redispatch(keys(), native.get()...); }, natives);
@@ -256,6 +258,7 @@ void add(torch::Library& library) {
   std::string name = Op::name;
   if (*Op::overload_name != '\0') name += std::string(".") + Op::overload_name;
   Unboxed<Op>::counter = &op_counter(name);
+  Unboxed<Op>::no_scalars = refuses_scalars(name);
   library.impl(name.substr(name.find("::") + 2).c_str(), TORCH_FN(Unboxed<Op>::call));
 }
 

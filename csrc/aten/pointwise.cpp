@@ -35,21 +35,21 @@ at::Tensor run(const at::Tensor& self, PointwiseFunction function, double beta =
 }
 
 // The operator, its in-place form where there is one, and its out= form.
-#define QUARTZ_POINTWISE(NAME, FUNCTION)                                           \
-  at::Tensor NAME(const at::Tensor& self) {                                        \
-    return serves(self) ? run(self, FUNCTION) : fallback_of<at::_ops::NAME>(self); \
-  }                                                                                \
-  at::Tensor& NAME##_in_place(at::Tensor& self) {                                  \
-    if (serves(self)) return self.copy_(run(self, FUNCTION));                      \
-    fallback_of<at::_ops::NAME##_>(self);                                          \
-    return self;                                                                   \
-  }                                                                                \
-  at::Tensor& NAME##_out(const at::Tensor& self, at::Tensor& out) {                \
-    if (serves(self) && out.scalar_type() == self.scalar_type()) {                 \
-      return give(run(self, FUNCTION), out);                                       \
-    }                                                                              \
-    fallback_of<at::_ops::NAME##_out>(self, out);                                  \
-    return out;                                                                    \
+#define QUARTZ_POINTWISE(NAME, FUNCTION)                                                        \
+  at::Tensor NAME(const at::Tensor& self) {                                                     \
+    return serves(self) ? run(self, FUNCTION) : fallback_of<at::_ops::NAME>(self);              \
+  }                                                                                             \
+  at::Tensor& NAME##_in_place(at::Tensor& self) {                                               \
+    if (serves(self)) return self.copy_(run(self, FUNCTION));                                   \
+    fallback_of<at::_ops::NAME##_>(self);                                                       \
+    return self;                                                                                \
+  }                                                                                             \
+  at::Tensor& NAME##_out(const at::Tensor& self, at::Tensor& out) {                             \
+    if (serves(self) && may_give_apart(self, out) && out.scalar_type() == self.scalar_type()) { \
+      return give(run(self, FUNCTION), out);                                                    \
+    }                                                                                           \
+    fallback_of<at::_ops::NAME##_out>(self, out);                                               \
+    return out;                                                                                 \
   }
 QUARTZ_POINTWISE(sigmoid, PointwiseFunction::kSigmoid)
 QUARTZ_POINTWISE(silu, PointwiseFunction::kSilu)
@@ -61,7 +61,7 @@ at::Tensor softplus(const at::Tensor& self, const at::Scalar& beta, const at::Sc
   return fallback_of<at::_ops::softplus>(self, beta, threshold);
 }
 at::Tensor& softplus_out(const at::Tensor& self, const at::Scalar& beta, const at::Scalar& threshold, at::Tensor& out) {
-  if (serves(self) && out.scalar_type() == self.scalar_type()) {
+  if (serves(self) && may_give_apart(self, out) && out.scalar_type() == self.scalar_type()) {
     return give(run(self, PointwiseFunction::kSoftplus, beta.toDouble(), threshold.toDouble()), out);
   }
   fallback_of<at::_ops::softplus_out>(self, beta, threshold, out);
@@ -83,7 +83,7 @@ at::Tensor& gelu_in_place(at::Tensor& self, c10::string_view approximate) {
   return self;
 }
 at::Tensor& gelu_out(const at::Tensor& self, c10::string_view approximate, at::Tensor& out) {
-  if (serves_gelu(self, approximate) && out.scalar_type() == self.scalar_type()) {
+  if (serves_gelu(self, approximate) && may_give_apart(self, out) && out.scalar_type() == self.scalar_type()) {
     return give(run_gelu(self, approximate), out);
   }
   fallback_of<at::_ops::gelu_out>(self, approximate, out);

@@ -75,12 +75,16 @@ Dtype dtype_of(const at::Tensor& out, Dtype asked) {
   return asked && *asked != out.scalar_type() ? Dtype(at::kDouble) : Dtype(out.scalar_type());
 }
 at::Tensor& sum_out(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, Dtype dtype, at::Tensor& out) {
-  if (auto result = summed(self, dim, keepdim, dtype_of(out, dtype), Reduction::kSum)) return give(*result, out);
+  if (may_give(self, out)) {
+    if (auto result = summed(self, dim, keepdim, dtype_of(out, dtype), Reduction::kSum)) return give(*result, out);
+  }
   fallback_of<at::_ops::sum_IntList_out>(self, dim, keepdim, dtype, out);
   return out;
 }
 at::Tensor& mean_out(const at::Tensor& self, at::OptionalIntArrayRef dim, bool keepdim, Dtype dtype, at::Tensor& out) {
-  if (auto result = summed(self, dim, keepdim, dtype_of(out, dtype), Reduction::kMean)) return give(*result, out);
+  if (may_give(self, out)) {
+    if (auto result = summed(self, dim, keepdim, dtype_of(out, dtype), Reduction::kMean)) return give(*result, out);
+  }
   fallback_of<at::_ops::mean_out>(self, dim, keepdim, dtype, out);
   return out;
 }
@@ -99,7 +103,7 @@ at::Tensor var(const at::Tensor& self, at::OptionalIntArrayRef dim, const Correc
 }
 at::Tensor& var_out(const at::Tensor& self, at::OptionalIntArrayRef dim, const Correction& correction, bool keepdim,
                     at::Tensor& out) {
-  if (out.scalar_type() == self.scalar_type()) {
+  if (may_give(self, out) && out.scalar_type() == self.scalar_type()) {
     if (auto result = spread(self, dim, correction, keepdim, Reduction::kVar)) return give(*result, out);
   }
   fallback_of<at::_ops::var_correction_out>(self, dim, correction, keepdim, out);
@@ -112,7 +116,7 @@ at::Tensor standard_deviation(const at::Tensor& self, at::OptionalIntArrayRef di
 }
 at::Tensor& standard_deviation_out(const at::Tensor& self, at::OptionalIntArrayRef dim, const Correction& correction,
                                    bool keepdim, at::Tensor& out) {
-  if (out.scalar_type() == self.scalar_type()) {
+  if (may_give(self, out) && out.scalar_type() == self.scalar_type()) {
     if (auto result = spread(self, dim, correction, keepdim, Reduction::kStd)) return give(*result, out);
   }
   fallback_of<at::_ops::std_correction_out>(self, dim, correction, keepdim, out);
@@ -126,7 +130,8 @@ at::Tensor logsumexp(const at::Tensor& self, at::IntArrayRef dim, bool keepdim) 
   return fallback_of<at::_ops::logsumexp>(self, dim, keepdim);
 }
 at::Tensor& logsumexp_out(const at::Tensor& self, at::IntArrayRef dim, bool keepdim, at::Tensor& out) {
-  if (serves(self) && is_last_dim(self, at::OptionalIntArrayRef(dim)) && out.scalar_type() == self.scalar_type()) {
+  if (serves(self) && may_give(self, out) && is_last_dim(self, at::OptionalIntArrayRef(dim)) &&
+      out.scalar_type() == self.scalar_type()) {
     return give(reduce(self, Reduction::kLogSumExp, keepdim, self.scalar_type()), out);
   }
   fallback_of<at::_ops::logsumexp_out>(self, dim, keepdim, out);
@@ -145,14 +150,14 @@ at::Tensor argmin(const at::Tensor& self, std::optional<int64_t> dim, bool keepd
   return fallback_of<at::_ops::argmin>(self, dim, keepdim);
 }
 at::Tensor& argmax_out(const at::Tensor& self, std::optional<int64_t> dim, bool keepdim, at::Tensor& out) {
-  if (finds_index(self, dim) && out.scalar_type() == at::kLong) {
+  if (finds_index(self, dim) && may_give(self, out) && out.scalar_type() == at::kLong) {
     return give(reduce(self, Reduction::kArgMax, keepdim, at::kLong), out);
   }
   fallback_of<at::_ops::argmax_out>(self, dim, keepdim, out);
   return out;
 }
 at::Tensor& argmin_out(const at::Tensor& self, std::optional<int64_t> dim, bool keepdim, at::Tensor& out) {
-  if (finds_index(self, dim) && out.scalar_type() == at::kLong) {
+  if (finds_index(self, dim) && may_give(self, out) && out.scalar_type() == at::kLong) {
     return give(reduce(self, Reduction::kArgMin, keepdim, at::kLong), out);
   }
   fallback_of<at::_ops::argmin_out>(self, dim, keepdim, out);

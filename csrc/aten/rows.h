@@ -1,6 +1,7 @@
 // What the operators over rows share: how a tensor is walked row by row, and how results reach `out=` tensors.
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty.h>
@@ -69,6 +70,14 @@ inline c10::SmallVector<int64_t, 6> reduced_sizes(const at::Tensor& tensor, bool
   c10::SmallVector<int64_t, 6> sizes(tensor.sizes().begin(), tensor.sizes().end() - 1);
   if (keepdim) sizes.push_back(1);
   return sizes;
+}
+
+// Whether an own kernel's result may be given to `out`. Where not, the native kernel refuses the call with PyTorch's
+// message: `out` on another device.
+inline bool may_give(const at::Tensor& self, const at::Tensor& out) { return out.device() == self.device(); }
+// The same for operators whose native kernels refuse an `out` that overlaps a part of the input, too.
+inline bool may_give_apart(const at::Tensor& self, const at::Tensor& out) {
+  return may_give(self, out) && at::get_overlap_status(self, out) != at::MemOverlapStatus::Partial;
 }
 
 // As PyTorch's own out= variants: resized with a warning where the shape differs, then written.

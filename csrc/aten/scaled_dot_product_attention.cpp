@@ -53,12 +53,12 @@ bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
   const int64_t dims = query.dim();
   for (const auto* tensor : {&query, &key, &value}) {
     if (tensor->layout() != at::kStrided || tensor->is_nested() || !has_kernel_dtype(*tensor) ||
-        tensor->scalar_type() != query.scalar_type() || tensor->dim() != dims || tensor->device().type() != kQuartz ||
+        tensor->scalar_type() != query.scalar_type() || tensor->dim() != dims || tensor->device() != query.device() ||
         tensor->key_set().has_any(kTransformed) || tensor->_fw_grad(0).defined()) {
       return false;
     }
   }
-  if (dims != 4) return false;
+  if (dims != 4 || query.device().type() != kQuartz) return false;
   const auto q = query.sym_sizes(), k = key.sym_sizes(), v = value.sym_sizes();
   const auto heads = q[1], kv_heads = k[1];
   if (q[0] != k[0] || q[0] != v[0] || v[1] != kv_heads || v[2] != k[2] || k[3] != q[3]) return false;
@@ -66,7 +66,7 @@ bool is_ours(const at::Tensor& query, const at::Tensor& key, const at::Tensor& v
   if (heads != kv_heads && (!enable_gqa || heads % kv_heads != 0)) return false;
   if (!mask.defined()) return true;
   if (causal || mask.layout() != at::kStrided || mask.is_nested() || mask.dim() > 4 ||
-      mask.device().type() != kQuartz || mask.key_set().has_any(kTransformed) ||
+      mask.device() != query.device() || mask.key_set().has_any(kTransformed) ||
       (mask.scalar_type() != at::kBool && !has_kernel_dtype(mask))) {
     return false;
   }
@@ -87,6 +87,9 @@ int64_t fused_sdp_choice(const at::Tensor& query, const at::Tensor& key, const a
   const c10::DispatchKeySet native(substrate().keys().dense);
   using Choice = at::_ops::_fused_sdp_choice;
   const bool masked = mask && mask->defined();
+  if (masked && mask->device().type() == kQuartz && mask->device() != query.device()) {
+    throw_mixed_devices(query.device(), mask->device(), "aten::scaled_dot_product_attention", "attn_mask");
+  }
   if (is_ours(query, key, value, masked ? *mask : at::Tensor(), dropout, causal, enable_gqa)) {
     return static_cast<int64_t>(sdp::SDPBackend::overrideable);
   }

@@ -15,9 +15,14 @@ at::Tensor& set_storage(at::Tensor& self, c10::Storage source, int64_t offset, a
               "\" to a storage on different device \"", source.device(),
               "\".  This is no longer allowed; the devices must match.");
   TORCH_CHECK(offset >= 0, "Tensor: invalid storage offset ", offset);
+  for (const auto length : size) TORCH_CHECK(length >= 0, "set_: sizes must not be negative, got ", size);
+  for (const auto step : stride) TORCH_CHECK(step >= 0, "set_: strides must not be negative, got ", stride);
+  const bool contiguous = stride.data() == nullptr || (stride.empty() && !size.empty());
+  TORCH_CHECK(contiguous || size.size() == stride.size(), "unequal size length (", size.size(), ") and stride length (",
+              stride.size(), ")");
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(source);
-  if (stride.data() == nullptr || (stride.empty() && !size.empty())) {
+  if (contiguous) {
     impl->set_sizes_contiguous(size);
     impl->set_storage_offset(offset);
   } else {

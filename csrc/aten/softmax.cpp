@@ -58,7 +58,7 @@ at::Tensor log_softmax(const at::Tensor& self, int64_t dim, bool half_to_float) 
 }
 
 bool fits(const at::Tensor& self, bool half_to_float, const at::Tensor& out) {
-  return out.scalar_type() == (half_to_float ? at::kFloat : self.scalar_type());
+  return may_give(self, out) && out.scalar_type() == (half_to_float ? at::kFloat : self.scalar_type());
 }
 at::Tensor& softmax_out(const at::Tensor& self, int64_t dim, bool half_to_float, at::Tensor& out) {
   if (serves(self, dim, half_to_float) && fits(self, half_to_float, out)) {

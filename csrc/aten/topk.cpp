@@ -64,7 +64,8 @@ Pair topk(const at::Tensor& self, int64_t k, int64_t dim, bool largest, bool sor
 }
 PairOut topk_out(const at::Tensor& self, int64_t k, int64_t dim, bool largest, bool sorted, at::Tensor& values,
                  at::Tensor& indices) {
-  if (serves(self, k, dim) && values.scalar_type() == self.scalar_type() && indices.scalar_type() == at::kLong) {
+  if (serves(self, k, dim) && may_give_apart(self, values) && may_give_apart(self, indices) &&
+      values.scalar_type() == self.scalar_type() && indices.scalar_type() == at::kLong) {
     const auto [found, places] = run(self, k, largest);
     give(found, values);
     give(places, indices);

@@ -204,8 +204,16 @@ void follow_twin(c10::StorageImpl& storage, StoragePtr twin) {
   storage.set_nbytes(nbytes);
 }
 
+void unlock_twin(c10::StorageImpl& twin, std::size_t holders) {
+  // Without an allocator the memory is another library's, and nobody can resize it.
+  if (!twin.resizable() && twin.allocator() != nullptr && c10::raw::intrusive_ptr::use_count(&twin) <= holders) {
+    twin.set_resizable(true);
+  }
+}
+
 void resize_storage(c10::StorageImpl& storage, std::size_t nbytes) {
   auto* twin = twin_of(storage);
+  if (twin != nullptr) unlock_twin(*twin, /*holders=*/1);
   TORCH_CHECK(twin != nullptr && storage.resizable(), "Trying to resize storage that is not resizable");
   const auto device = storage.device().index();
   const c10::DeviceGuard guard(storage.device());

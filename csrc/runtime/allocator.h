@@ -32,6 +32,11 @@ QUARTZ_API StoragePtr native_storage(const c10::StorageImpl& storage);
 // A quartz storage over an existing native storage, without a copy.
 QUARTZ_API c10::Storage adopt_storage(StoragePtr twin, c10::DeviceIndex device);
 
+// Memory that is known outside the library under its native name (torch.quartz.native_alias and adopt, NumPy) is
+// locked: its storage is not resizable, since the one of both storages that is not resized would keep the old address.
+// Once nobody but `holders` references holds the twin, the lock is taken off.
+void unlock_twin(c10::StorageImpl& twin, std::size_t holders);
+
 // Storage.resize_: resizes the twin and lets the quartz storage follow.
 void resize_storage(c10::StorageImpl& storage, std::size_t nbytes);
 

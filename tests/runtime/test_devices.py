@@ -195,6 +195,12 @@ def test_two_host_devices(run_python):
     assert re.search(r"\d+ passed", output) and "failed" not in output, output
 
 
+def test_an_index_beyond_64_bits_is_no_device():
+    for call in (torch.quartz.set_device, torch.quartz.synchronize, torch.quartz.memory_allocated):
+        with pytest.raises(RuntimeError, match=f"invalid device ordinal {2**70}"):
+            call(2**70)
+
+
 @pytest.mark.parametrize("index", [100, 128, 200, 254])
 def test_an_index_of_more_than_seven_bits_is_not_another_device(index):
     # PyTorch keeps eight bits of an index, so that 200 arrives as -56 (and 255 as -1, which is no index at all)

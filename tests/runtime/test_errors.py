@@ -251,3 +251,129 @@ def test_out_on_the_cpu_is_not_advised_to_be_moved():
     q = torch.ones(3, device="quartz")
     with pytest.raises(RuntimeError, match="argument 'out': out= must be on quartz:0"):
         torch.add(q, q, out=torch.empty(3))
+
+
+# What an own kernel writes. Each call gets the input and an `out` of the dtype it needs.
+WRITTEN = {
+    "sum": lambda x, out: torch.sum(x, 1, out=out()),
+    "mean": lambda x, out: torch.mean(x, 1, out=out()),
+    "var": lambda x, out: torch.var(x, 1, out=out()),
+    "std": lambda x, out: torch.std(x, 1, out=out()),
+    "logsumexp": lambda x, out: torch.logsumexp(x, 1, out=out()),
+    "argmax": lambda x, out: torch.argmax(x, 1, out=out(torch.long)),
+    "argmin": lambda x, out: torch.argmin(x, 1, out=out(torch.long)),
+    "softmax": lambda x, out: torch.softmax(x, 1, out=out()),
+    "log_softmax": lambda x, out: torch.log_softmax(x, 1, out=out()),
+    "cumsum": lambda x, out: torch.cumsum(x, 1, out=out()),
+    "topk values": lambda x, out: torch.topk(x, 1, out=(out(), torch.empty(0, dtype=torch.long, device=x.device))),
+    "topk indices": lambda x, out: torch.topk(x, 1, out=(torch.empty(0, device=x.device), out(torch.long))),
+    "sigmoid": lambda x, out: torch.sigmoid(x, out=out()),
+    "rsqrt": lambda x, out: torch.rsqrt(x, out=out()),
+    "mm": lambda x, out: torch.mm(x, x.t(), out=out()),
+    "exp": lambda x, out: torch.exp(x, out=out()),
+    "histc": lambda x, out: torch.histc(x, out=out()),
+}
+
+
+@pytest.mark.parametrize("shape", [(0,), ()], ids=["empty", "0-dim"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_out_on_the_cpu_is_refused(name, shape):
+    with pytest.raises(RuntimeError, match=r"quartz:0 and cpu! \(operator aten::.*, argument '(out|values|indices)'"):
+        WRITTEN[name](q(3, 2), lambda dtype=torch.float32: torch.empty(shape, dtype=dtype))
+
+
+@pytest.mark.two_devices
+@pytest.mark.parametrize("name", WRITTEN)
+def test_out_on_another_quartz_device_is_refused(name):
+    with pytest.raises(RuntimeError, match=r"quartz:0 and quartz:1! \(operator aten::"):
+        WRITTEN[name](q(3, 2), lambda dtype=torch.float32: torch.empty(0, dtype=dtype, device="quartz:1"))
+
+
+@pytest.mark.two_devices
+@pytest.mark.parametrize("tracked", [False, True])
+def test_an_attention_mask_on_another_quartz_device_is_refused(tracked):
+    x = torch.ones(1, 1, 2, 4, device="quartz:0", requires_grad=tracked)
+    with pytest.raises(RuntimeError, match=r"quartz:0 and quartz:1! .*scaled_dot_product_attention, .*'attn_mask'"):
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(2, 2, device="quartz:1"))
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda scalar: scalar.mul_(q(())),
+        lambda scalar: scalar.addcmul_(q(()), q(())),
+        lambda scalar: scalar.lerp_(q(()), 0.5),
+        lambda scalar: torch._foreach_add_([scalar], [q(())]),
+    ],
+    ids=["mul_", "addcmul_", "lerp_", "foreach"],
+)
+def test_a_cpu_scalar_is_read_but_not_written(write):
+    scalar = torch.tensor(3.0)
+    assert (q(2) * scalar).tolist() == [3, 3]
+    with pytest.raises(RuntimeError, match="same device"):
+        write(scalar)
+    assert scalar.item() == 3
+    assert scalar.fill_(q(())).item() == 1  # CUDA's exception: it takes the value out
+    assert scalar.copy_(q(()) * 2).item() == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, out: torch.cumsum(x, 0, out=out),
+        lambda x, out: torch.sigmoid(x, out=out),
+        lambda x, out: torch.topk(x, 10, out=(out, torch.empty(0, dtype=torch.long, device=x.device))),
+    ],
+    ids=["cumsum", "sigmoid", "topk"],
+)
+def test_out_over_a_part_of_the_input_is_refused(call):
+    x = torch.arange(20.0, device="quartz")
+    with pytest.raises(RuntimeError, match="single memory location"):
+        call(x[:10], x[1:11])
+
+
+def test_set_refuses_negative_sizes_and_strides():
+    x = torch.arange(12.0, device="quartz")
+    y = torch.empty(0, device="quartz")
+    for size, stride in [((3, 2), (-2, 1)), ((-3, 2), (2, 1))]:
+        with pytest.raises(RuntimeError, match=r"set_: .* must not be negative"):
+            y.set_(x.untyped_storage(), 5, size, stride)
+    with pytest.raises(RuntimeError, match="unequal size length"):
+        y.set_(x.untyped_storage(), 5, (3, 2), (1,))
+    assert y.shape == (0,) and y.untyped_storage().nbytes() == 0
+
+
+def test_a_copy_of_freed_memory_is_an_error():
+    x = q(4)
+    x.untyped_storage().resize_(0)
+    for copy in (x.tolist, x.cpu, x.clone, lambda: x.copy_(q(4)), lambda: x.copy_(torch.ones(4))):
+        with pytest.raises(RuntimeError, match=r"shape \[4\] on quartz:0 whose storage was resized to 0 bytes"):
+            copy()
+    x.untyped_storage().resize_(16)
+    assert x.fill_(2).tolist() == [2] * 4
+
+
+SCALARS = {
+    "embedding": lambda: torch.nn.functional.embedding(torch.tensor(1), q(3, 2)),
+    "index_select": lambda: q(3).index_select(0, torch.tensor(1)),
+    "gather": lambda: q(3)[0].gather(0, torch.tensor(0)),
+    "take": lambda: q(3).take(torch.tensor(1)),
+    "scatter_": lambda: q(3)[0].scatter_(0, torch.tensor(0), q(())),
+    "cross entropy": lambda: torch.nn.functional.cross_entropy(q(3), torch.tensor(1)),
+    "searchsorted": lambda: torch.searchsorted(q(3), torch.tensor(1.0)),
+    "masked_select": lambda: q(3).masked_select(torch.tensor(True)),
+    "addmm": lambda: torch.addmm(torch.tensor(1.0), q(2, 2), q(2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_cpu_scalars_are_refused_where_cuda_refuses_them(name):
+    with pytest.raises(RuntimeError, match=r"same device.*quartz:0 and cpu! \(operator aten::.*, argument '"):
+        SCALARS[name]()
+
+
+def test_cpu_scalars_are_numbers_to_pointwise_operators():
+    scalar = torch.tensor(2.0)
+    assert torch.where(q(2) > 0, q(2), scalar).tolist() == [1, 1]
+    assert q(2).clamp(min=scalar).tolist() == q(2).masked_fill(q(2) > 0, scalar).tolist() == [2, 2]
+    assert torch._foreach_mul([q(2)], scalar)[0].tolist() == q(2).lerp(q(2) * 3, scalar / 4).tolist() == [2, 2]

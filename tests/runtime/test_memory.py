@@ -229,3 +229,47 @@ def test_zero_bytes():
     x = torch.empty(0, device="quartz")
     assert x.device.index == torch.quartz.current_device() and x.numel() == 0 and x.nbytes == 0
     assert torch.cat([x, x]).device.type == "quartz"
+
+
+class TestSharedUnderTheNativeName:
+    """While a native alias lives, neither side is resized: the other one would keep the old address."""
+
+    @pytest.fixture(params=["native_alias", "adopt"])
+    def pair(self, request):
+        gc.collect()
+        self.before = torch.quartz.memory_allocated()
+        if request.param == "native_alias":
+            x = torch.ones(100, device="quartz")
+            return [x, torch.quartz.native_alias(x)]
+        native = torch.ones(100, device=torch.quartz.native_device())
+        return [torch.quartz.adopt(native), native]
+
+    @pytest.mark.parametrize(
+        "resize",
+        [
+            lambda x, native: native.resize_(50000),
+            lambda x, native: native[3:].resize_(50000),
+            lambda x, native: native.untyped_storage().resize_(0),
+            lambda x, native: x.detach().resize_(50000),
+            lambda x, native: x.untyped_storage().resize_(0),
+            lambda x, native: torch.exp(torch.ones(500, device="quartz"), out=x[:0]),
+        ],
+        ids=["native", "view", "native storage", "quartz", "storage", "out"],
+    )
+    def test_resizing_either_is_refused(self, pair, resize):
+        with pytest.raises(RuntimeError, match="not resizable"):
+            resize(*pair)
+        x, native = pair
+        assert x.untyped_storage().data_ptr() == native.untyped_storage().data_ptr()
+        assert x.tolist() == [1] * 100
+
+    def test_with_the_alias_gone_it_is_resizable_again(self, pair):
+        x = pair[0]
+        pair.clear()  # drops the native one
+        torch.exp(torch.zeros(500, device="quartz"), out=x.resize_(0))
+        assert x.tolist() == [1] * 500
+        x.resize_(50000)
+        assert x[:500].tolist() == [1] * 500
+        del x
+        gc.collect()
+        assert torch.quartz.memory_allocated() == self.before

@@ -25,6 +25,8 @@ def _get_device_index(device: DeviceLike, optional: bool = False, allow_cpu: boo
         If the device is of another type, or has no index and `optional` is False.
     """
     if isinstance(device, int):
+        if not -(2**63) <= device < 2**63:
+            raise RuntimeError(f"quartz: invalid device ordinal {device}")  # no integer of C++ holds it
         return device
     given = device
     if isinstance(device, str):

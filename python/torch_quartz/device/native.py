@@ -50,7 +50,9 @@ def native_device(device: DeviceLike = None) -> torch.device:
 def native_alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the native device over the same memory, with the same sizes and strides.
 
-    Autograd does not see through it. Use it to hand quartz memory to code that knows only CUDA or CPU tensors.
+    Autograd does not see through it. Use it to hand quartz memory to code that knows only CUDA or CPU tensors. While it
+    lives, neither its memory nor that of `tensor` can be resized (``resize_``, an ``out=`` of another size): that is
+    PyTorch's ``RuntimeError``, as for a tensor after ``numpy()``.
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ def native_alias(tensor: torch.Tensor) -> torch.Tensor:
     >>> x.tolist()
     [1.0, 1.0, 1.0]
     """
-    return _C.native_alias(tensor)
+    return _C.native_alias(tensor, lock=True)
 
 
 def adopt(tensor: torch.Tensor, device: DeviceLike = None) -> torch.Tensor:
@@ -76,7 +78,7 @@ def adopt(tensor: torch.Tensor, device: DeviceLike = None) -> torch.Tensor:
     Parameters
     ----------
     tensor : torch.Tensor
-        A tensor of the native device; it need not be kept.
+        A tensor of the native device; it need not be kept. While it is, neither of both can be resized.
     device : torch.device, str, int or None
         The quartz device. None is the one that belongs to the memory: that of the same index on cuda, the current one
         on host.
@@ -88,7 +90,7 @@ def adopt(tensor: torch.Tensor, device: DeviceLike = None) -> torch.Tensor:
     >>> x.device.type, x.data_ptr() == native.data_ptr()
     ('quartz', True)
     """
-    return _C.adopt(tensor, -1 if device is None else _checked_index(device))
+    return _C.adopt(tensor, -1 if device is None else _checked_index(device), lock=True)
 
 
 def from_dlpack(external: Any, device: DeviceLike = None) -> torch.Tensor:
