@@ -20,6 +20,7 @@ _RSQRT = (
     "tests/ops/test_pointwise.py compares it with float64"
 )
 _RSQRT_GRADIENTS = ("backward", "double_backward", "double_backward_threads", "forward_mode", "inplace_backward")
+_GELU_OUT = "torch.nn.functional.gelu of plain CPU writes wrong values into an out= with other strides (oneDNN)"
 _CHAOTIC = "LBFGS divides by differences of gradients: the last bits of a product in float32 become the state's first"
 EXCLUDED: dict[tuple[str, str, str, str], str] = {
     ("optim_db", "LBFGS", "float32", "*"): _CHAOTIC,
@@ -37,6 +38,7 @@ EXCLUDED: dict[tuple[str, str, str, str], str] = {
         for dtype in ("bfloat16", "float16")
         for check in ("backward", "double_backward", "double_backward_threads", "noncontiguous_backward")
     },
+    **{("op_db", "nn_functional_gelu", dtype, "out"): _GELU_OUT for dtype in ("bfloat16", "float32")},
     **{
         ("op_db", name, dtype, check): _RSQRT
         for name in ("rsqrt", "acos", "acosh", "asin", "asinh")
