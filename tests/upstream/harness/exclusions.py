@@ -46,7 +46,8 @@ EXCLUDED: dict[tuple[str, str, str, str], str] = {
         for check in (*_RSQRT_GRADIENTS, "noncontiguous_backward", "sparse_backward")
     },
     **{
-        ("foreach_db", f"_foreach_{name}", dtype, "backward"): _RSQRT
+        (database, f"{prefix}{name}", dtype, "backward"): _RSQRT
+        for database, prefix in (("foreach_db", "_foreach_"), ("nested_db", ""))
         for name in ("rsqrt", "acos", "asin")
         for dtype in ("bfloat16", "float16")
     },
