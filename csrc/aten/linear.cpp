@@ -15,11 +15,12 @@ namespace {
 
 // PyTorch's own composition adds the bias to a rounded product for some shapes and strides, and inside the product for
 // others. Here a row goes through addmm whatever the shape around it. It stays a composition of differentiable
-// operators, so that gradients of any order, forward mode, vmap and tracing work as before.
+// operators, so that gradients of any order, forward mode, vmap and tracing work as before. Dtypes without own products
+// are composed as PyTorch does, so that they keep its bits.
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
   const bool has_bias = bias && bias->defined();
   const auto plain = [](const at::Tensor& t) { return t.layout() == at::kStrided && !t.is_nested(); };
-  if (!plain(input) || !plain(weight) || input.dim() == 0 || weight.dim() != 2 ||
+  if (!has_kernel_dtype(input) || !plain(input) || !plain(weight) || input.dim() == 0 || weight.dim() != 2 ||
       (has_bias && (!plain(*bias) || bias->dim() != 1 || bias->sym_size(0) != weight.sym_size(0)))) {
     return at::native::linear(input, weight, bias);
   }
