@@ -33,6 +33,10 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 _registering = False
 _autoloaded = False  # whether only `import torch` registered the device, not the program itself
 

@@ -31,7 +31,7 @@ def info() -> str:
         ("system", f"{platform.platform()}, {platform.machine()}, {os.cpu_count()} processors"),
         ("processor", f"{torch.backends.cpu.get_cpu_capability()} kernels of PyTorch"),
     ]
-    return "\n".join(f"{name + ':':27}{value}" for name, value in rows + _built() + _running() + _settings())
+    return "\n".join(f"{name + ': ':32}{value}" for name, value in rows + _built() + _running() + _settings())
 
 
 def _built() -> list[tuple[str, object]]:
