@@ -110,7 +110,6 @@ class QUARTZ_API AliasScope {
     return has_two_devices() || !pairs_.empty() ? misplaced_operand_ : nullptr;
   }
   // A 0-dim CPU tensor that is read: misplaced, too, where the operator takes no scalars.
-  bool has_scalar_operand() const { return scalar_operand_ != nullptr; }
   void refuse_scalars() {
     if (misplaced_operand_ == nullptr) misplaced_operand_ = scalar_operand_;
   }

@@ -2,6 +2,7 @@
 
 #include <ATen/core/List.h>
 #include <ATen/core/jit_type.h>
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <shared_mutex>
@@ -111,7 +112,7 @@ class Call {
       if (!scope_.has_two_devices()) throw;
       scope_.throw_mixed_devices(facts_.counter.name, facts_.argument_names[originals_.back().index]);
     }
-    if (scope_.has_scalar_operand() && refuses_scalars(facts_.counter.name)) scope_.refuse_scalars();
+    if (C10_UNLIKELY(facts_.no_scalars)) scope_.refuse_scalars();
     if (C10_UNLIKELY(scope_.misplaced_operand() != nullptr && !facts_.mixed_devices)) {
       scope_.throw_mixed_devices(facts_.counter.name, as_given().argument_with(scope_.misplaced_operand()));
     }
@@ -131,10 +132,8 @@ class Call {
       };
       if (value.isTensor()) return inexact(value.toTensor());
       if (!value.isTensorList()) return false;
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        if (inexact(tensor)) return true;
-      }
-      return false;
+      const auto elements = value.toListRef();
+      return std::any_of(elements.begin(), elements.end(), [&](const IValue& e) { return inexact(e.toTensor()); });
     };
     for (const auto& original : originals_) {
       if (floats(original.value)) return false;
@@ -362,6 +361,7 @@ OpFacts::OpFacts(const c10::FunctionSchema& schema)
       argument_count(schema.arguments().size()),
       return_count(schema.returns().size()),
       mixed_devices(takes_cpu_operands(counter.name)),
+      no_scalars(refuses_scalars(counter.name)),
       custom(counter.name.rfind("aten::", 0) != 0) {
   for (std::size_t i = 0; i < argument_count; ++i) {
     const auto& argument = schema.arguments()[i];

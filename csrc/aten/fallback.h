@@ -36,6 +36,7 @@ struct OpFacts {
   std::vector<std::string> argument_names;     // of all
   c10::SmallVector<int, 4> returned_argument;  // per return: the written argument it is, or -1
   bool mixed_devices = false;                  // takes CPU tensors beside quartz ones by design
+  bool no_scalars = false;                     // refuses 0-dim CPU tensors too (refuses_scalars)
   bool custom = false;                         // not one of PyTorch's own
   bool list_writer = false;                    // writes a list and returns nothing: in-place foreach, fused optimisers
 };

@@ -64,7 +64,7 @@ void multiply_on_gpu(const at::Tensor& x, const QuantizedArgument& weight, const
   product.n = weight.n;
   product.k = weight.k;
   product.dtype = product.out_dtype = product.bias_dtype = kernel_dtype(x);
-  product.activation = *gpu_activation(activation);
+  product.activation = gpu_activation(activation);
   product.stream = current_gpu_stream(x);
   a.w = weight.w;
   if (x_scales.defined()) a.x_scales = x_scales.const_data_ptr<float>();

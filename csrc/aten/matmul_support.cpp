@@ -73,8 +73,6 @@ kernels::cuda::Matmul gpu_call(const kernels::Matmul& a, const at::Tensor& out) 
 }
 
 bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epilogue& epilogue) {
-  const auto activation = gpu_activation(a.activation);
-  if (!activation) return false;
   if (out.stride(-1) != 1 && a.n > 1) {
     const auto rows = at::empty(out.sizes(), out.options());
     auto copy = a;
@@ -94,7 +92,7 @@ bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epil
     call.bias_row = strides.row;
   }
   call.beta = a.beta;
-  call.activation = *activation;
+  call.activation = gpu_activation(a.activation);
   call.frozen_weights = epilogue.frozen_weight;
   return kernels::cuda::matmul(call);
 }
@@ -103,7 +101,7 @@ bool multiply_on_gpu(const kernels::Matmul& a, const at::Tensor& out, const Epil
 }  // namespace
 
 #if QUARTZ_WITH_CUDA
-std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation activation) {
+kernels::cuda::Activation gpu_activation(kernels::Activation activation) {
   switch (activation) {
     case kernels::Activation::kNone:
       return kernels::cuda::Activation::kNone;
@@ -117,9 +115,8 @@ std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation acti
       return kernels::cuda::Activation::kGeluTanh;
     case kernels::Activation::kGeluQuick:
       return kernels::cuda::Activation::kGeluQuick;
-    default:
-      return std::nullopt;
   }
+  TORCH_INTERNAL_ASSERT(false, "an unknown activation");
 }
 #endif
 

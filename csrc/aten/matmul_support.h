@@ -31,8 +31,7 @@ bool multiply(const at::Tensor& x, const at::Tensor& y, const at::Tensor& out, c
               Second second = Second::kAsMatrix);
 
 #if QUARTZ_WITH_CUDA
-// None: no kernel of CUDA has it.
-std::optional<kernels::cuda::Activation> gpu_activation(kernels::Activation activation);
+kernels::cuda::Activation gpu_activation(kernels::Activation activation);
 #endif
 // Products of groups, a.ragged and a.offsets (on the device of out) set, of sizes that fit_groups; see
 // kernels/matmul.h. On a GPU the offsets are not checked, and rows or columns of no group become 0

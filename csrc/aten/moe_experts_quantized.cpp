@@ -38,8 +38,7 @@ at::Tensor moe_experts_quantized(const at::Tensor& x, const at::Tensor& ids, con
     TORCH_CHECK_NOT_IMPLEMENTED(
         moe_experts_quantized_on_gpu(x, ids, weights, first, second, first_bias, second_bias, gate, y), kOp,
         ": on a GPU, float16 or bfloat16, gated by silu, gelu_tanh or relu, sizes that are multiples of 64, at most "
-        "1024 "
-        "experts and blocks of scales that are powers of two of at least 16 are served");
+        "1024 experts and blocks of scales that are powers of two of at least 16 are served");
     return y;
   }
 #endif

@@ -104,16 +104,19 @@ std::vector<int64_t> sizes_of(const Tensor& batch_sizes) {
 using LstmResult = std::tuple<Tensor, Tensor, Tensor>;
 using RnnResult = std::tuple<Tensor, Tensor>;
 
+LstmResult run_lstm(const Tensor& input, TensorList hx, TensorList params, const Network& net) {
+  TORCH_CHECK(hx.size() == 2, "lstm expects two hidden states, got ", hx.size());
+  const auto out = run_layers(input, hx[0], hx[1], params, net);
+  return {out.sequence, out.h, out.c};
+}
+
 LstmResult lstm(const Tensor& input, TensorList hx, TensorList params, bool has_biases, int64_t layers, double dropout,
                 bool train, bool bidirectional, bool batch_first) {
   if (!acceptable(input)) {
     return at::compositeimplicitautograd::lstm(input, hx, params, has_biases, layers, dropout, train, bidirectional,
                                                batch_first);
   }
-  TORCH_CHECK(hx.size() == 2, "lstm expects two hidden states, got ", hx.size());
-  const auto out = run_layers(input, hx[0], hx[1], params,
-                              {kLstm, has_biases, layers, dropout, train, bidirectional, batch_first, {}});
-  return {out.sequence, out.h, out.c};
+  return run_lstm(input, hx, params, {kLstm, has_biases, layers, dropout, train, bidirectional, batch_first, {}});
 }
 
 LstmResult lstm_packed(const Tensor& data, const Tensor& batch_sizes, TensorList hx, TensorList params, bool has_biases,
@@ -122,10 +125,8 @@ LstmResult lstm_packed(const Tensor& data, const Tensor& batch_sizes, TensorList
     return at::compositeimplicitautograd::lstm(data, batch_sizes, hx, params, has_biases, layers, dropout, train,
                                                bidirectional);
   }
-  TORCH_CHECK(hx.size() == 2, "lstm expects two hidden states, got ", hx.size());
-  const auto out = run_layers(data, hx[0], hx[1], params,
-                              {kLstm, has_biases, layers, dropout, train, bidirectional, false, sizes_of(batch_sizes)});
-  return {out.sequence, out.h, out.c};
+  return run_lstm(data, hx, params,
+                  {kLstm, has_biases, layers, dropout, train, bidirectional, false, sizes_of(batch_sizes)});
 }
 
 template <Mode kMode, auto Composite>

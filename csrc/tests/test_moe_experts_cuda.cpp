@@ -8,37 +8,13 @@
 #include <random>
 #include <vector>
 
+#include "cuda_buffer.h"
 #include "kernels/moe_cuda.h"
 
 namespace quartz::kernels {
 namespace {
 
 using cuda::MoeExperts;
-
-class Buffer {
- public:
-  explicit Buffer(std::size_t bytes) : bytes_(bytes) {
-    EXPECT_EQ(cudaMalloc(&data_, bytes + 256), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, 0xff, bytes + 256), cudaSuccess);  // NaN in every type
-  }
-  template <class T>
-  explicit Buffer(const std::vector<T>& values) : Buffer(values.size() * sizeof(T)) {
-    EXPECT_EQ(cudaMemcpy(data_, values.data(), bytes_, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  ~Buffer() { cudaFree(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  void* data() const { return data_; }
-  std::vector<BFloat16> host() const {
-    std::vector<BFloat16> values(bytes_ / 2);
-    EXPECT_EQ(cudaMemcpy(values.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
-    return values;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t bytes_;
-};
 
 std::vector<BFloat16> normal(std::size_t count, float scale, unsigned seed) {
   std::mt19937 engine(seed);
@@ -103,7 +79,7 @@ struct Layer {
     a.workspace = workspace.data();
     cuda::moe_experts(a);
     EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    return y.host();
+    return y.host<BFloat16>();
   }
 
   std::vector<double> expected(int64_t token) const {

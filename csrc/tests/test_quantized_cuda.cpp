@@ -8,37 +8,11 @@
 #include <random>
 #include <vector>
 
+#include "cuda_buffer.h"
 #include "kernels/quantized_cuda.h"
 
 namespace quartz::kernels {
 namespace {
-
-class Buffer {
- public:
-  explicit Buffer(std::size_t bytes) : bytes_(bytes) {
-    EXPECT_EQ(cudaMalloc(&data_, bytes + 256), cudaSuccess);
-    EXPECT_EQ(cudaMemset(data_, 0xff, bytes + 256), cudaSuccess);  // NaN in every type
-  }
-  template <class T>
-  explicit Buffer(const std::vector<T>& values) : Buffer(values.size() * sizeof(T)) {
-    EXPECT_EQ(cudaMemcpy(data_, values.data(), bytes_, cudaMemcpyHostToDevice), cudaSuccess);
-  }
-  ~Buffer() { cudaFree(data_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  void* data() const { return data_; }
-  const float* floats() const { return static_cast<const float*>(data_); }
-  template <class T>
-  std::vector<T> host() const {
-    std::vector<T> values(bytes_ / sizeof(T));
-    EXPECT_EQ(cudaMemcpy(values.data(), data_, bytes_, cudaMemcpyDeviceToHost), cudaSuccess);
-    return values;
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t bytes_;
-};
 
 std::mt19937 engine(1);
 
