@@ -1,4 +1,4 @@
-// GPU memory for tests of CUDA kernels through their C++ interface.
+// Tests of CUDA kernels through their C++ interface: GPU memory, and what skips them on machines without such a GPU.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,6 +7,17 @@
 #include <vector>
 
 namespace quartz::kernels {
+
+// Base of the fixtures: the kernels are built for sm_90a.
+class CudaTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0, major = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
+    if (major != 9) GTEST_SKIP() << "not sm_90";
+  }
+};
 
 // Filled with NaN of every type, 256 bytes behind the end too, so that what a kernel reads there shows.
 class Buffer {

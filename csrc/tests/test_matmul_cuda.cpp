@@ -8,6 +8,7 @@
 #include <random>
 #include <vector>
 
+#include "cuda_buffer.h"
 #include "kernels/matmul_cuda.h"
 
 namespace quartz::kernels {
@@ -79,14 +80,8 @@ std::vector<T> transposed(const std::vector<T>& values, int64_t rows, int64_t co
 }
 
 template <class T>
-class MatmulCuda : public ::testing::Test {
+class MatmulCuda : public CudaTest {
  protected:
-  void SetUp() override {
-    int devices = 0, major = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
-    if (major != 9) GTEST_SKIP() << "not sm_90";
-  }
   static Matmul contiguous(const T* x, const T* w, T* out, int64_t m, int64_t n, int64_t k) {
     Matmul a{};
     a.x = x;

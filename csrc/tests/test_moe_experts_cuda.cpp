@@ -116,15 +116,7 @@ struct Layer {
   }
 };
 
-class MoeExpertsCuda : public ::testing::TestWithParam<bool> {
- protected:
-  void SetUp() override {
-    int devices = 0, major = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0);
-    if (major != 9) GTEST_SKIP() << "not sm_90";
-  }
-};
+class MoeExpertsCuda : public CudaTest, public ::testing::WithParamInterface<bool> {};
 INSTANTIATE_TEST_SUITE_P(AsGptOss, MoeExpertsCuda, ::testing::Bool());
 
 TEST_P(MoeExpertsCuda, IsCloseToFloat64) {

@@ -106,7 +106,9 @@ cuda::Matmul plain(const Buffer& x, const Buffer& w, const Buffer& out, int64_t 
   return a;
 }
 
-TEST(Quantized, BitsOfTheProductWithTheDecodedWeight) {
+using Quantized = CudaTest;
+
+TEST_F(Quantized, BitsOfTheProductWithTheDecodedWeight) {
   const int64_t shapes[][3] = {{1, 64, 64},     {3, 40, 192},    {16, 1000, 2880},
                                {17, 513, 1088}, {64, 4100, 512}, {150, 96, 640}};
   for (const Kind& kind : kKinds) {
@@ -148,7 +150,7 @@ TEST(Quantized, BitsOfTheProductWithTheDecodedWeight) {
   }
 }
 
-TEST(Quantized, DecodedWeightsOfAnySize) {
+TEST_F(Quantized, DecodedWeightsOfAnySize) {
   for (const Kind& kind : kKinds) {
     for (const int64_t k : {40, 64, 208}) {  // 16 bytes of codes at a time where they fill a row
       const int64_t n = 131, batch = 2;
@@ -165,7 +167,7 @@ TEST(Quantized, DecodedWeightsOfAnySize) {
   }
 }
 
-TEST(Quantized, WhatIsNotServedSaysSo) {
+TEST_F(Quantized, WhatIsNotServedSaysSo) {
   const Weight weight(WeightFormat::kNvFp4, false, false, 1, 64, 128);
   const Buffer x(normal(64 * 128, 1.0f)), out(std::size_t{64 * 64 * 2});
   cuda::QuantizedMatmul a{plain(x, out, out, 4, 64, 128), weight.gpu};
@@ -181,7 +183,7 @@ TEST(Quantized, WhatIsNotServedSaysSo) {
   EXPECT_FALSE(cuda::quantized_matmul(odd));
 }
 
-TEST(Quantized, ExpertsHaveTheBitsOfDecodedExperts) {
+TEST_F(Quantized, ExpertsHaveTheBitsOfDecodedExperts) {
   constexpr int64_t kExperts = 9, kHidden = 192, kWidth = 128, kK = 3;
   for (const Kind& kind : kKinds) {
     if (kind.outer) continue;  // there the decoded weight is not the same number
