@@ -34,6 +34,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     import torch
 
+    from torch import nn
+
     from torch_quartz.engine.model_runner import ModelRunner
     from torch_quartz.engine.paged_context import PagedStep
 
@@ -153,8 +155,9 @@ class DraftContext:
         query_starts : Tensor
             ``(num_seqs + 1,)``, int32: the sums of them.
         positions, row_sequence : Tensor
-            ``(rows,)``, int64: each row's position in its sequence, and its sequence. A position behind the blocks that
-            a sequence has, or -1, writes nowhere.
+            ``(rows,)``, int64: each row's position in its sequence, and its sequence. Up to `max_drafts` positions
+            behind a sequence's blocks are held in blocks of the drafter, during `propose` only: the rows of the next
+            step write those positions again. A position of -1 writes nowhere.
 
         Returns
         -------
@@ -194,12 +197,18 @@ class Drafter:
         Taps: ``i`` is the output of the target's decoder layer ``i`` (0 is the first), -1 the output of the base model
         (behind its last norm, what the head is given). A tap of the last layer, or -1, makes all rows run through it.
     kv_layers : sequence of KVLayerSpec
-        The drafter's own attention layers, by ``layer_idx`` of its modules.
+        The drafter's own attention layers.
+    attention_modules : sequence of Module
+        The modules that call Transformers' attention interface with them, in the same order: a step that `DraftContext`
+        makes finds their pages by them (``paged_context.Overrides(model).running(step)`` around the call of `model`).
+        Empty for a drafter that calls the operators itself, with ``runner.draft_layers[i].key_pages``, ``step.tables[g]``
+        and ``step.slots[g]``, ``g`` being ``runner.draft_layers[i].group``.
     """
 
     max_drafts: int = 0
     needs_hidden: tuple[int, ...] = ()
     kv_layers: Sequence[KVLayerSpec] = ()
+    attention_modules: Sequence[nn.Module] = ()
 
     def bind(self, runner: ModelRunner) -> None:
         """Get to know the runner (``runner.model``, ``.head(hidden)``, ``.embed(ids)``, ``.device``); called once.

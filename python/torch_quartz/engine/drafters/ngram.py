@@ -37,4 +37,4 @@ class NgramDrafter(Drafter):
 
 def make(config: Any) -> NgramDrafter:
     """Return the drafter of a `SpeculativeConfig`."""
-    return NgramDrafter(config.num_speculative_tokens, config.ngram_min, config.ngram_max)
+    return NgramDrafter(config.num_speculative_tokens, config.prompt_lookup_min, config.prompt_lookup_max)
