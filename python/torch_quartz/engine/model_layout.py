@@ -241,9 +241,9 @@ def _note_shapes(model: Any, cache: Any, state: StateLayer) -> None:
     state.pristine = DynamicCache(config=text_config(model)).layers[state.index]
     for kind in ("conv", "recurrent"):
         tensors = getattr(layer, f"{kind}_states", None)
-        if not isinstance(tensors, list):
-            raise refused(model, f"the cache of layer {state.index} keeps no list of {kind} states")
-        for number, tensor in enumerate(tensors):
+        if not isinstance(tensors, dict):
+            raise refused(model, f"the cache of layer {state.index} has no {kind} states by number")
+        for number, tensor in tensors.items():
             if tensor is not None:
                 state.shapes.append((kind, number, tuple(tensor.shape[1:]), tensor.dtype))
 

@@ -172,9 +172,9 @@ class StateRunner:
         for (kind, number, _, _), tensor in zip(self._state.shapes, tensors, strict=True):
             name = f"{kind}_states"
             if getattr(layer, name) is getattr(self._template, name):
-                setattr(layer, name, list(getattr(layer, name)))
+                setattr(layer, name, dict(getattr(layer, name)))
             getattr(layer, name)[number] = tensor
-        layer.has_previous_state = list(self._template.has_previous_state)
+        layer.has_previous_state = dict(self._template.has_previous_state)
         return layer
 
     def _tensors(self, layer: Any) -> list[Tensor]:
