@@ -67,12 +67,17 @@ class TextStream:
         self._skip = skip_special_tokens
         self._window: list[int] = []
         self._given = 0  # characters of the window's text that were given out
+        self._in_bytes = False  # whether the text ends with a row of byte tokens, which the next one may continue
 
     def add(self, token: int) -> str:
         """Take one token and return the text that is certain now."""
         self._window.append(token)
         if token in self._decoder.byte_ids:
+            self._in_bytes = True
             return ""
+        if self._in_bytes and not self._decoder.decode([token], self._skip):
+            return ""  # what leaves no text does not end the row
+        self._in_bytes = False
         text = self._decoder.decode(self._window, self._skip)
         certain = len(text) - text.endswith(REPLACEMENT)
         piece = text[self._given : certain]
