@@ -223,26 +223,30 @@ class AsyncLLM:
     def _serve(self) -> None:
         engine = self._engine
         running = True
-        while running:
+        while running or engine.has_unfinished_requests():
             try:
-                command = self._commands.get(block=not engine.has_unfinished_requests())
-                if command is None:
-                    running = False
-                    engine.abort_request(list(self._streams))
-                else:
-                    command()
-                    continue  # all commands that are there, before the next step
-            except queue.Empty:
-                pass
-            try:
-                while engine.has_unfinished_requests():
+                if running:
+                    running = self._obey()
+                if engine.has_unfinished_requests():
                     self._deliver(engine.step())
-                    if running:
-                        break
             except BaseException as error:  # a fault of the engine itself: nobody may wait for ever
                 _log.exception("the engine's loop failed")
                 self._send({stream: [error] for stream in self._streams.values()})
                 self._streams.clear()
+
+    def _obey(self) -> bool:
+        """Run the commands that are there, waiting for one where there is nothing else to do; False at the end."""
+        wait = not self._engine.has_unfinished_requests()
+        while True:
+            try:
+                command = self._commands.get(block=wait)
+            except queue.Empty:
+                return True
+            if command is None:
+                self._engine.abort_request(list(self._streams))
+                return False
+            command()
+            wait = False
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         news: dict[_Stream, list[RequestOutput | BaseException]] = {}
