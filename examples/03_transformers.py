@@ -8,12 +8,9 @@ The model is SmolLM2-135M-Instruct, which needs no network at run time: see smol
 
 import argparse
 import ctypes
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # read by Transformers at import: nothing below may ask the network
 
 import torch
 import torch_quartz  # noqa: F401  (registers the device "quartz"; a CPU-only PyTorch does it by itself)

@@ -184,12 +184,11 @@ def differing(got: list[tq.RequestOutput], expected: list[tq.RequestOutput]) -> 
 
 def model_folder() -> Path:
     """Return the folder of SmolLM2, converted once from its package."""
-    import importlib.util
     import sys
 
-    path = Path(__file__).parents[2] / "examples" / "03_transformers.py"
-    spec = importlib.util.spec_from_file_location("example_03", path)
-    example = importlib.util.module_from_spec(spec)
-    sys.modules["example_03"] = example  # dataclasses look their module up
-    spec.loader.exec_module(example)
-    return example.model_folder()
+    examples = str(Path(__file__).parents[2] / "examples")
+    if examples not in sys.path:
+        sys.path.insert(0, examples)
+    import smollm2
+
+    return smollm2.model_folder()
