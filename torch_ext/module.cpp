@@ -20,6 +20,7 @@ namespace py = pybind11;
 
 void bind_compiled_call(py::module& m);         // compiled_call.cpp
 void bind_accelerator_conflict(py::module& m);  // accelerator_conflict.cpp
+void bind_engine(py::module& m);                // engine.cpp
 
 namespace {
 
@@ -146,4 +147,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   bind_compiled_call(m);
   bind_accelerator_conflict(m);
+  bind_engine(m);
 }
