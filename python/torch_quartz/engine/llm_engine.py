@@ -25,12 +25,17 @@ from torch_quartz.engine.sequence import Request, SequenceState
 _log = logging.getLogger(__name__)
 # Steps that failed with a sequence in them since its last token: first it is computed again, then it is given up;
 # earlier if it never had a token, so that a prompt that breaks the model does not take the others along.
-_NEWCOMER_FAILURES, _FAILURES = 2, 3
+_NEWCOMER_FAILURES, _FAILURES = 3, 6
+# Of the scheduler's counts: better names, and those that the engine counts itself, by what requests got.
+_NAMES = {"prefix_queries": "prefix_cache_queries", "prefix_hits": "prefix_cache_hits", "rows": "computed_rows"}
+_OURS = {"steps", "tokens", "drafts_verified", "drafts_accepted"}
 _GAUGES = {
     "num_requests": "Requests that have not finished",
     "num_waiting": "Sequences that wait for a slot",
     "num_running": "Sequences that run",
     "num_preempted": "Sequences that were preempted and wait",
+    "num_in_flight": "Steps on the device",
+    "nodes": "Blocks in the prefix tree",
     "blocks_used": "Blocks of keys and values in use",
     "blocks_cached": "Blocks kept for later requests",
     "blocks_free": "Blocks without content",
@@ -346,15 +351,11 @@ class LLMEngine:
             assert stats["blocks_used"] == 0, stats
 
     def _scheduler_stats(self) -> dict[str, Any]:
-        scheduler = self.scheduler
-        stats = {
-            "num_requests": len(self._requests),
-            "num_waiting": scheduler.num_waiting,
-            "num_running": scheduler.num_running,
-            "num_preempted": scheduler.num_preempted,
-        }
-        stats.update(scheduler.stats())
-        return stats
+        stats = self.scheduler.stats()
+        groups = stats.pop("groups")
+        result = {"num_requests": len(self._requests)}
+        result |= {f"blocks_{name}": sum(group[name] for group in groups) for name in ("used", "cached", "free")}
+        return result | {_NAMES.get(name, name): value for name, value in stats.items() if name not in _OURS}
 
 
 def make_scheduler(config: Any, runner: Any) -> Any:
