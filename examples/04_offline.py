@@ -1,7 +1,7 @@
 """Many prompts through the engine in one call, no GPU needed: the text of a prompt does not depend on the others.
 
-    python examples/04_offline.py
-    python examples/04_offline.py --prompt "Once upon a time" --temperature 0.8 --seed 7 --max-tokens 60
+python examples/04_offline.py
+python examples/04_offline.py --prompt "Once upon a time" --temperature 0.8 --seed 7 --max-tokens 60
 """
 
 import argparse

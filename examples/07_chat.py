@@ -1,7 +1,7 @@
 """Conversations through the model's chat template: several at a time, and a tool that the model may call.
 
-    python examples/07_chat.py
-    python -m torch_quartz chat "$(python examples/smollm2.py)"      # and one in the terminal
+python examples/07_chat.py
+python -m torch_quartz chat "$(python examples/smollm2.py)"      # and one in the terminal
 """
 
 import torch_quartz as tq
@@ -40,7 +40,9 @@ def main() -> None:
     first.append({"role": "assistant", "content": "The capital of Italy is Rome."})
     first.append({"role": "user", "content": "And of Spain?"})
     output = llm.chat(first, params, use_tqdm=False)[0]
-    print(f"And of Spain? -> {output.outputs[0].text.strip()} ({output.num_cached_tokens} tokens from the prefix cache)")
+    print(
+        f"And of Spain? -> {output.outputs[0].text.strip()} ({output.num_cached_tokens} tokens from the prefix cache)"
+    )
 
     # Arguments may be the JSON text that an API delivered: the template gets the mapping.
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}

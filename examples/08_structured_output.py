@@ -1,6 +1,6 @@
 """Outputs that obey a grammar: a JSON schema, a regular expression, a choice; and a request whose grammar is wrong.
 
-    python examples/08_structured_output.py
+python examples/08_structured_output.py
 """
 
 import json
@@ -26,7 +26,9 @@ def main() -> None:
         "The sea is": None,
         "A wrong schema:": tq.StructuredOutputsParams(json={"type": "no such type"}),
     }
-    params = [tq.SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=grammar) for grammar in asked.values()]
+    params = [
+        tq.SamplingParams(temperature=0.0, max_tokens=40, structured_outputs=grammar) for grammar in asked.values()
+    ]
     for output, prompt in zip(llm.generate(list(asked), params, use_tqdm=False), asked, strict=True):
         print(f"{prompt} {output.outputs[0].text!r}" if output.error is None else f"{prompt} refused: {output.error}")
         if asked[prompt] is not None and asked[prompt].json == PERSON:

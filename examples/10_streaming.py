@@ -1,6 +1,6 @@
 """Texts as they come, for programs with an event loop: several streams at once, one of them given up half-way.
 
-    python examples/10_streaming.py
+python examples/10_streaming.py
 """
 
 import asyncio

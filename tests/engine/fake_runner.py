@@ -9,7 +9,6 @@ import hashlib
 from types import SimpleNamespace
 
 import numpy as np
-import torch
 from torch_quartz._C import engine as core
 from torch_quartz.engine.llm_engine import LLMEngine
 from torch_quartz.engine.requests import RequestFactory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import itertools
 import logging
 import queue
@@ -200,11 +201,9 @@ class AsyncLLM:
                 yield output
         finally:
             if not finished and not stream.failed:
-                try:
-                    # Behind the submission in the queue; by the stream, for the name may be another request's by then.
+                # Behind the submission in the queue; by the stream, for the name may be another request's by then.
+                with contextlib.suppress(RuntimeError):  # shut down: everything was aborted
                     self._post(lambda: self._leave(request.request_id, stream))
-                except RuntimeError:
-                    pass  # shut down: everything was aborted
 
     # ---- the engine's thread
 

@@ -35,7 +35,17 @@ class LLM:
     """
 
     def __init__(self, model: Any, *, tokenizer: Any = None, **options: Any):
-        self.llm_engine = LLMEngine.from_options(model, tokenizer=tokenizer, **options)
+        self._start(LLMEngine.from_options(model, tokenizer=tokenizer, **options))
+
+    @classmethod
+    def from_engine(cls, engine: LLMEngine) -> LLM:
+        """Serve an engine that exists."""
+        self = cls.__new__(cls)
+        self._start(engine)
+        return self
+
+    def _start(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
         self._counter = itertools.count()
 
     @property
@@ -129,9 +139,7 @@ class LLM:
 
         def make(number: int, params: SamplingParams | None, rank: int) -> Request:
             prompt = chat_prompt(engine.factory, conversations[number], options)
-            return engine.make_request(
-                self._name(), prompt, params, priority=rank, output_kind=OutputKind.FINAL_ONLY
-            )
+            return engine.make_request(self._name(), prompt, params, priority=rank, output_kind=OutputKind.FINAL_ONLY)
 
         return self._run(len(conversations), sampling_params, priority, use_tqdm, make)
 

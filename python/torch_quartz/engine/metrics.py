@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 @dataclass
@@ -101,14 +101,14 @@ class EngineMetrics:
     Attributes
     ----------
     counters : dict of str to int
-        By name; `_COUNTERS` says what each counts.
+        By name; `COUNTERS` says what each counts.
     times : dict of str to Histogram
         Of finished requests, by the property of `RequestMetrics`.
     last_error : str or None
         The latest exception inside a step.
     """
 
-    COUNTERS = {
+    COUNTERS: ClassVar[dict[str, str]] = {
         "requests": "Requests added",
         "finished_requests": "Requests that ended with a stop or their length",
         "aborted_requests": "Requests aborted by the caller",

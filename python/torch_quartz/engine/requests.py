@@ -181,8 +181,9 @@ class RequestFactory:
         try:
             return [operator.index(value) for value in values]
         except TypeError:
-            shown = f"{values!r:.80}"
-            raise ValueError(f"request {request_id}: prompt must be a text or a list of token ids, got {shown}") from None
+            raise ValueError(
+                f"request {request_id}: prompt must be a text or a list of token ids, got {values!r:.80}"
+            ) from None
 
     def _check_prompt(self, request_id: str, ids: list[int]) -> None:
         if not ids:
