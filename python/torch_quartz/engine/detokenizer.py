@@ -179,7 +179,7 @@ class Detokenizer:
 
     def _visible(self) -> int:
         text = self._text
-        if self._include_stop:
+        if self._include_stop or not self._stop:
             return len(text)
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
