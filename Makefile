@@ -29,6 +29,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard '*.h' '*.c
 
 demo: build
 	$(PY) examples/03_transformers.py
+	$(PY) examples/04_offline.py
 
 test: pytest gtest
 

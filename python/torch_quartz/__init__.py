@@ -8,7 +8,19 @@ import sys as _sys
 
 from torch_quartz._version import __version__
 
-__all__ = ["__version__", "determinism_report", "install_patches", "undo_patches"]
+_ENGINE = (
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "LLMEngine",
+    "Logprob",
+    "OutputKind",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+)
+__all__ = ["__version__", "determinism_report", "install_patches", "undo_patches", *_ENGINE]
 
 
 def install_patches() -> None:
@@ -30,6 +42,10 @@ def __getattr__(name: str):
         from torch_quartz.determinism import determinism_report
 
         return determinism_report
+    if name in _ENGINE:
+        from torch_quartz import engine
+
+        return getattr(engine, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

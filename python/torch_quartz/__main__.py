@@ -1,4 +1,4 @@
-"""``python -m torch_quartz info``: one page about this installation, for a bug report."""
+"""``python -m torch_quartz generate|chat|bench|info``: serve a model, measure it, or describe this installation."""
 
 import argparse
 import ctypes
@@ -8,20 +8,27 @@ import sys
 
 from torch_quartz import environment
 from torch_quartz._version import __version__
+from torch_quartz.engine import command_line
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m torch_quartz", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="print versions, substrate, devices, build options, driver and variables")
-    parser.parse_args(arguments)
+    command_line.add_commands(commands)
+    page = commands.add_parser("info", help="print versions, substrate, devices, build options, driver and variables")
+    page.set_defaults(run=_print_info)
+    parsed = parser.parse_args(arguments)
+    return parsed.run(parsed)
+
+
+def _print_info(_: argparse.Namespace) -> int:
     print(info())
     return 0
 
 
 def info() -> str:
-    """Return the page, as lines of ``name: value``."""
+    """Return one page about this installation, for a bug report, as lines of ``name: value``."""
     import torch
 
     rows: list[tuple[str, object]] = [

@@ -1,4 +1,4 @@
-"""RMS norms, gated MLPs and rotary embeddings of Transformers' models on quartz run the fused operators."""
+"""RMS norms, gated MLPs, rotary embeddings and routers of Transformers' models on quartz run the fused operators."""
 
 import contextlib
 import copy
@@ -13,18 +13,19 @@ from torch_quartz.testing import same_bits
 
 # Family -> which fused operators a forward pass of its tiny model must call.
 NORM, MLP, ROTARY = "quartz::rms_norm", "quartz::gated_activation", "quartz::rotary_qk"
+ROUTER = "quartz::moe_topk"
 FAMILIES = {
     "llama": (NORM, MLP, ROTARY),
     "qwen3": (NORM, MLP, ROTARY),
-    "qwen3_moe": (NORM, ROTARY),
-    "qwen3_next": (NORM, MLP, ROTARY),
+    "qwen3_moe": (NORM, ROTARY, ROUTER),
+    "qwen3_next": (NORM, MLP, ROTARY, ROUTER),
     "gemma2": (NORM, MLP, ROTARY),
     "gemma3": (NORM, MLP, ROTARY),
-    "gpt_oss": (NORM, ROTARY),
-    "mixtral": (NORM, ROTARY),
-    "deepseek_v3": (NORM, MLP, ROTARY),
+    "gpt_oss": (NORM, ROTARY, ROUTER),
+    "mixtral": (NORM, ROTARY, ROUTER),
+    "deepseek_v3": (NORM, MLP, ROTARY, ROUTER),
     "deepseek_v4": (NORM,),
-    "glm4_moe": (NORM, MLP, ROTARY),
+    "glm4_moe": (NORM, MLP, ROTARY, ROUTER),
     "muse_glimmer": (NORM, MLP, ROTARY),
     "mamba": (NORM,),
 }

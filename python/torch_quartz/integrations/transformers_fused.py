@@ -1,4 +1,4 @@
-"""Transformers: RMS norms, gated MLPs and rotary embeddings of models on quartz use the fused operators.
+"""Transformers: RMS norms, gated MLPs, rotary embeddings and routers of models on quartz use the fused operators.
 
 What a class or function computes decides, not its name or its family: the first time one meets a quartz tensor, its
 original runs on a small random tensor of the CPU, and if one of the fused operators' forms gives the same numbers, that
@@ -12,7 +12,6 @@ import copy
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -21,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_quartz.integrations.replacements import Replacements
+from torch_quartz.integrations.transformers_probe import Forms, close, noise, quietly, remembered, stand_in
 from torch_quartz.integrations.transformers_recurrent import make_replacement
+from torch_quartz.integrations.transformers_router import make_router
 
 PATCHES = (
     {
@@ -38,6 +39,11 @@ PATCHES = (
         "name": "transformers.rotary",
         "target": "the functions apply_rotary_pos_emb of transformers.models",
         "reason": "queries and keys are rotated in one kernel instead of ten calls",
+    },
+    {
+        "name": "transformers.router",
+        "target": "forward of router classes of transformers.models",
+        "reason": "scores, choice and weights of experts are one kernel, whose ties go to the lower expert",
     },
     {
         "name": "transformers.recurrent",
@@ -86,7 +92,7 @@ def _watch_models(module: ModuleType) -> None:
 
 
 def _scan(name: str) -> None:
-    """Replace the forward functions of a model file's norms and MLPs, and its rotary functions."""
+    """Replace the forward functions of a model file's norms, MLPs and routers, and its rotary functions."""
     module = sys.modules.get(name)
     if module is None or name in _seen or getattr(module.__spec__, "_initializing", False):
         return
@@ -106,6 +112,8 @@ def _scan(name: str) -> None:
                 _changes.attribute(value, "forward", _make_norm)
             elif "MLP" in key and arguments == 2:
                 _changes.attribute(value, "forward", _make_mlp)
+            elif ("Router" in key or "Gate" in key) and arguments == 2:
+                _changes.attribute(value, "forward", make_router)
         elif isinstance(value, FunctionType) and _is_rotary(key, value):
             _changes.function(module, key, _make_rotary)
         elif isinstance(value, FunctionType) and (make := make_replacement(key)) is not None:
@@ -115,74 +123,6 @@ def _scan(name: str) -> None:
 def _is_rotary(name: str, function: FunctionType) -> bool:
     first = tuple(inspect.signature(function).parameters)[:4]
     return name.startswith("apply_rotary_pos_emb") and first == ("q", "k", "cos", "sin")
-
-
-def _quietly(call: Callable[[], Any]) -> Any:
-    """Return what a probe returns, without gradients; None if it fails."""
-    state = torch.get_rng_state()
-    try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return call()
-    except Exception:  # whatever a module does that is not of the known form
-        return None
-    finally:
-        torch.set_rng_state(state)
-
-
-def _close(result: Any, expected: Tensor) -> bool:
-    """Return whether a probe's result is the expected one, up to the last bits of float32 or one ulp of bfloat16."""
-    if not isinstance(result, Tensor) or result.dtype != expected.dtype or result.shape != expected.shape:
-        return False
-    tolerance = 2e-6 if expected.dtype == torch.float32 else 2.0**-7
-    return torch.allclose(result.float(), expected.float(), rtol=tolerance, atol=tolerance * 1e-2)
-
-
-def _noise(*shape: int, scale: float = 1.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)) * scale
-
-
-def _stand_in(module: nn.Module, parameters: dict[str, Tensor], children: dict[str, nn.Module]) -> nn.Module:
-    """Return an object of the module's class with its plain attributes, and other parameters and children."""
-    other = object.__new__(type(module))
-    nn.Module.__init__(other)
-    own = set(vars(other))
-    for name, value in vars(module).items():
-        if name not in own:
-            other.__dict__[name] = value
-    other.training = module.training
-    for name, value in parameters.items():
-        other.register_parameter(name, nn.Parameter(value, requires_grad=False))
-    for name, child in children.items():
-        other.add_module(name, child)
-    return other
-
-
-class _Forms:
-    """What was found out about modules, by their identity; forgotten with them."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref, Any, Any]] = {}
-
-    def get(self, module: nn.Module, state: Any, find: Callable[[nn.Module], Any]) -> Any:
-        """Return what is known of a module in a state, by default what `find` finds."""
-        key = id(module)
-        known = self._known.get(key)
-        if known is not None and known[0]() is module and known[1] == state:
-            return known[2]
-        form = find(module)
-        self._known[key] = weakref.ref(module, lambda _: self._known.pop(key, None)), state, form
-        return form
-
-    def values(self) -> list:
-        """Return the forms of all modules, None for those that stay."""
-        return [form for _, _, form in self._known.values()]
-
-
-def _key(module: nn.Module) -> tuple:
-    """Return what modules of one form have in common: the class, the plain attributes, the names of their parts."""
-    plain = tuple(v for k, v in vars(module).items() if k[0] != "_" and isinstance(v, bool | int | float | str))
-    act = getattr(module, "act_fn", None)
-    return type(module), plain, tuple(module._parameters), tuple(module._modules), type(act), str(act)
 
 
 # ---- RMS norms ----------------------------------------------------------------------------------------------------
@@ -215,34 +155,21 @@ def _norm_of(module: nn.Module, original: Callable) -> _Norm | None:
 def _norm_matches(
     module: nn.Module, original: Callable, form: _Norm, size: int, eps: float, dtype: torch.dtype
 ) -> bool:
-    weight, x = _noise(size, scale=0.5).to(dtype), _noise(64, size, scale=3.0).to(dtype)
+    weight, x = noise(size, scale=0.5).to(dtype), noise(64, size, scale=3.0).to(dtype)
     x[0] *= 1e-4  # where eps matters
-    result = _quietly(lambda: original(_stand_in(module, {"weight": weight}, {}), x))
+    result = quietly(lambda: original(stand_in(module, {"weight": weight}, {}), x))
     normal = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     if form.round_first:
         normal = normal.to(dtype).float()
     expected = (normal * (weight.float() + form.offset)).to(dtype)
-    if not _close(result, expected):
+    if not close(result, expected):
         return False
     # The two orders of rounding differ in about a third of the elements.
     return dtype == torch.float32 or (result != expected).float().mean().item() < 0.02
 
 
-def _remembered(find: Callable[[nn.Module, Callable], Any], original: Callable) -> Callable[[nn.Module], Any]:
-    """Return `find` for one original, which tries the modules of one form only once."""
-    found: dict[tuple, Any] = {}
-
-    def once(module: nn.Module) -> Any:
-        key = _key(module)
-        if key not in found:
-            found[key] = find(module, original)
-        return found[key]
-
-    return once
-
-
 def _make_norm(original: Callable) -> Callable:
-    forms, find = _Forms(), _remembered(_norm_of, original)
+    forms, find = Forms(), remembered(_norm_of, original)
 
     @functools.wraps(original)
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor:
@@ -287,24 +214,24 @@ def _mlp_of(module: nn.Module, original: Callable) -> str | None:
         projections[name].weight = nn.Parameter(weights / 8, requires_grad=False)
     if isinstance(act, nn.Module):
         projections["act_fn"] = act if not list(act.parameters()) else copy.deepcopy(act).to("cpu")
-    stand_in = _stand_in(module, {}, projections)
+    probe = stand_in(module, {}, projections)
     for name, function in _ACTIVATIONS.items():
-        if all(_mlp_matches(stand_in, original, function, dtype) for dtype in (torch.float32, torch.bfloat16)):
+        if all(_mlp_matches(probe, original, function, dtype) for dtype in (torch.float32, torch.bfloat16)):
             return name
     return None
 
 
 def _mlp_matches(module: nn.Module, original: Callable, activation: Callable, dtype: torch.dtype) -> bool:
     module = module.to(dtype)
-    x = _noise(32, 64).to(dtype) * torch.logspace(-1, 3, 32)[:, None].to(dtype)  # clamps show on large values
-    result = _quietly(lambda: original(module, x))
+    x = noise(32, 64).to(dtype) * torch.logspace(-1, 3, 32)[:, None].to(dtype)  # clamps show on large values
+    result = quietly(lambda: original(module, x))
     with torch.no_grad():
         expected = module.down_proj(activation(module.gate_proj(x)) * module.up_proj(x))
     return isinstance(result, Tensor) and result.dtype == expected.dtype and torch.equal(result, expected)
 
 
 def _make_mlp(original: Callable) -> Callable:
-    forms, find = _Forms(), _remembered(_mlp_of, original)
+    forms, find = Forms(), remembered(_mlp_of, original)
 
     @functools.wraps(original)
     def forward(self: nn.Module, x: Tensor) -> Tensor:
@@ -369,16 +296,16 @@ def _rotation_of(
     """Return the form of a rotary function for heads of `size` and tables of `width` elements."""
     if size != size_k or dtype is not dtype_k or dtype not in _FLOATS:
         return None
-    q, k = _noise(1, 3, 4, size).to(dtype), _noise(1, 2, 4, size).to(dtype)
-    angles = _noise(1, 4, width)
+    q, k = noise(1, 3, 4, size).to(dtype), noise(1, 2, 4, size).to(dtype)
+    angles = noise(1, 4, width)
     halves = torch.cat((angles[..., : (width + 1) // 2],) * 2, -1)[..., :width]  # what models have: both halves equal
     for values in (angles, halves):
         cos, sin = values.cos().to(table), values.sin().to(table)
-        result = _quietly(lambda cos=cos, sin=sin: original(q, k, cos, sin))
+        result = quietly(lambda cos=cos, sin=sin: original(q, k, cos, sin))
         if result is None or len(result) != 2:
             return None
         for form in _ROTATIONS:
-            got = _quietly(lambda form=form, cos=cos, sin=sin: _rotate(form, q, k, cos, sin, -3))
+            got = quietly(lambda form=form, cos=cos, sin=sin: _rotate(form, q, k, cos, sin, -3))
             if got is not None and all(
                 isinstance(a, Tensor) and torch.equal(a, b) for a, b in zip(result, got, strict=True)
             ):

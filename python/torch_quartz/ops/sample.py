@@ -141,7 +141,8 @@ def sample(
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the log probability of one given token a row, in the bits of `raw_logprobs` of `sample`.
 
-    For scoring a finished text so that it equals what was reported while it was generated.
+    For scoring a finished text so that it equals what was reported while it was generated. A trainer may differentiate
+    it: the gradient of the logits is ``grad * (one-hot(token) - softmax(logits))``, in float32, rounded once.
 
     Parameters
     ----------
@@ -166,10 +167,28 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     >>> torch_quartz.ops.token_logprobs(logits, torch.tensor([3, 4], device="quartz")).cpu()
     tensor([-1.3863,    -inf])
     """
-    # A bias of infinity makes the token the largest; raw logprobs do not see it.
-    raised = torch.full((logits.shape[0], 1), torch.inf, device=logits.device)
-    result = sample(logits, temperature=0.0, bias_ids=tokens[:, None], bias_values=raised)
-    return torch.where(result.tokens == tokens, result.raw_logprobs, -torch.inf)
+    return _TokenLogprobs.apply(logits, tokens)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        ctx.save_for_backward(logits, tokens)
+        # A bias of infinity makes the token the largest; raw logprobs do not see it.
+        raised = torch.full((logits.shape[0], 1), torch.inf, device=logits.device)
+        result = sample(logits, temperature=0.0, bias_ids=tokens[:, None], bias_values=raised)
+        return torch.where(result.tokens == tokens, result.raw_logprobs, -torch.inf)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        logits, tokens = ctx.saved_tensors
+        vocabulary = logits.shape[1]
+        there = (tokens >= 0) & (tokens < vocabulary)
+        known = logits.float().nan_to_num(nan=-torch.inf, posinf=torch.finfo(torch.float32).max, neginf=-torch.inf)
+        row = torch.softmax(known, -1).neg_()
+        row.scatter_add_(1, torch.where(there, tokens, 0).long()[:, None], there.float()[:, None])
+        return (row * torch.where(there, grad, 0)[:, None]).to(logits.dtype), None
 
 
 def count_tokens(tokens: Tensor, vocabulary: int) -> Tensor:
