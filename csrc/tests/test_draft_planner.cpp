@@ -13,7 +13,8 @@ namespace {
 
 using Lengths = std::vector<int32_t>;
 
-// All (chance, sequence, draft) in the order of the rule; then the shortest beginning with the best tokens for the time.
+// All (chance, sequence, draft) in the order of the rule; then the shortest beginning with the best tokens for the
+// time.
 Lengths by_trial(const std::vector<Sequence>& sequences, const Lengths& most, const std::vector<float>& times,
                  int64_t others, int64_t rows) {
   struct Draft {
