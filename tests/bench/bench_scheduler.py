@@ -32,25 +32,6 @@ ARRAYS = (
     *("key", "index", "slot", "query_len", "start", "drafts", "samples", "kind", "max_length", "logits_from"),
     *("released", "table_updates", "copies", "swap_out", "swap_in", "state_ops", "new", "forked"),
 )
-    "key",
-    "index",
-    "slot",
-    "query_len",
-    "start",
-    "drafts",
-    "samples",
-    "kind",
-    "max_length",
-    "logits_from",
-    "released",
-    "table_updates",
-    "copies",
-    "swap_out",
-    "swap_in",
-    "state_ops",
-    "new",
-    "forked",
-]
 
 
 @dataclass
