@@ -318,10 +318,16 @@ bool KvCache::swap_out(SequenceKv* kv, int64_t most, StepPlan* plan) {
 bool KvCache::can_swap_in(const SequenceKv& kv, int64_t computed) const {
   for (size_t g = 0; g < pools_.size(); ++g) {
     const bool state = config_.groups[g].kind == GroupKind::kState;
-    const int64_t wanted = state ? 1 : columns(computed) - kv.groups[g].first;
+    const int64_t wanted = state ? 1 : columns(computed) - first_wanted(kv, g, computed);
     if (wanted > pools_[g].num_available()) return false;
   }
   return true;
+}
+
+// What a sliding window has passed since the sequence was swapped out stays behind.
+int64_t KvCache::first_wanted(const SequenceKv& kv, size_t g, int64_t computed) const {
+  if (config_.groups[g].kind != GroupKind::kSliding) return 0;
+  return std::max(kv.groups[g].first, first_column(computed, config_.groups[g].window, config_.block_size));
 }
 
 void KvCache::swap_in(SequenceKv* kv, int64_t computed, StepPlan* plan) {
@@ -330,6 +336,7 @@ void KvCache::swap_in(SequenceKv* kv, int64_t computed, StepPlan* plan) {
     const bool state = config_.groups[g].kind == GroupKind::kState;
     const auto end = state ? kv->host[g].size() : static_cast<size_t>(columns(computed));
     table.blocks.assign(end, -1);
+    table.first = first_wanted(*kv, g, computed);
     for (auto i = static_cast<size_t>(table.first); i < end; ++i) {
       table.blocks[i] = take(g);
       plan->swap_in.push_back({static_cast<int32_t>(g), table.blocks[i], kv->host[g][i]});
@@ -346,6 +353,13 @@ void KvCache::drop_host(SequenceKv* kv) {
     kv->host[g].clear();
   }
   kv->swapped = false;
+}
+
+void KvCache::drop_stale(StepPlan* plan) const {
+  std::erase_if(plan->swap_out, [&](const auto& row) {
+    const auto& free = host_free_[static_cast<size_t>(row[0])];
+    return std::find(free.begin(), free.end(), row[2]) != free.end();
+  });
 }
 
 void KvCache::reset() {

@@ -63,6 +63,8 @@ class KvCache {
   bool can_swap_in(const SequenceKv& kv, int64_t computed) const;
   void swap_in(SequenceKv* kv, int64_t computed, StepPlan* plan);
   void drop_host(SequenceKv* kv);
+  // Takes copies to host blocks that are free again out of a plan that was not launched.
+  void drop_stale(StepPlan* plan) const;
 
   // Nothing that is cached now is found any more. Sequences forget their node with forget().
   void reset();
@@ -84,6 +86,7 @@ class KvCache {
  private:
   int32_t take(size_t g);
   void put(size_t g, int32_t block);
+  int64_t first_wanted(const SequenceKv& kv, size_t g, int64_t computed) const;
   int64_t columns(int64_t tokens) const { return ceil_div(tokens, config_.block_size); }
 
   SchedulerConfig config_;

@@ -59,9 +59,10 @@ struct Sequence {
   bool preempted = false;  // waits to come back
   bool admitted = false;   // has had a slot
 
-  // Launched steps whose tokens are not known: how many, and what they can add to the length.
+  // Launched steps whose tokens are not known: how many, and what they can add to the length at most. (At least
+  // nothing: a step may be unable to draw a token.)
   int32_t in_flight = 0;
-  int64_t flight_min = 0, flight_max = 0;
+  int64_t flight_most = 0;
   uint32_t residency = 0;   // counts how often it lost its blocks: rows launched before say nothing about the new ones
   int64_t last_step = -1;   // scheduled last in this step
   int64_t logits_done = 0;  // prompt rows before it have given their logits
@@ -71,8 +72,7 @@ struct Sequence {
   std::vector<float> confidences;  // of the drafter, empty without
 
   int64_t length() const { return static_cast<int64_t>(tokens.size()); }
-  int64_t least_length() const { return length() + flight_min; }
-  int64_t most_length() const { return length() + flight_max; }
+  int64_t most_length() const { return length() + flight_most; }
 };
 
 struct RequestOptions {

@@ -238,7 +238,7 @@ void Scheduler::check() const {
       preempted += sequence.state == State::kWaiting && sequence.preempted ? 1 : 0;
       due += sequence.state == State::kRunning && sequence.decoding && !request->forked ? 1 : 0;
       if ((sequence.slot >= 0) != (sequence.state == State::kRunning)) fail("a slot without a running sequence");
-      if (sequence.in_flight == 0 && (sequence.flight_min != 0 || sequence.flight_max != 0)) {
+      if (sequence.in_flight == 0 && sequence.flight_most != 0) {
         fail("tokens are expected of a sequence that has no rows in flight");
       }
     }

@@ -23,9 +23,10 @@ std::shared_ptr<StepPlan> Scheduler::schedule() {
     throw std::logic_error("quartz: Scheduler.schedule: two steps are in flight; update() the older one first");
   }
   if (num_live_ == 0) return nullptr;
-  // Blocks that went to host memory in a call that found no rows in the end belong to the next step that has some.
+  // Blocks that went to host memory in a call that found no rows in the end go with the next step that has some.
   const std::shared_ptr<StepPlan> plan = carried_ != nullptr ? std::move(carried_) : fresh_plan();
   carried_ = nullptr;
+  if (!plan->swap_out.empty()) kv_.drop_stale(plan.get());
   plan->step_id = next_step_;
   preempting_ = false;
   int64_t rows = config_.max_num_batched_tokens;
@@ -59,8 +60,7 @@ void Scheduler::add_row(Sequence* sequence, StepPlan* plan, int32_t rows, int32_
   ++sequence->in_flight;
   ++sequence->request->in_flight;
   if (samples) {
-    sequence->flight_min += 1;
-    sequence->flight_max += 1 + drafts;
+    sequence->flight_most += 1 + drafts;
   }
 }
 
@@ -145,7 +145,8 @@ void Scheduler::plan_decodes(StepPlan* plan, int64_t* rows) {
   for (size_t i = 0; i < decodes_.size(); ++i) {
     Sequence* sequence = decodes_[i];
     if (sequence->state != State::kRunning) continue;  // made room for a better one
-    kv_.slide(&sequence->kv, sequence->least_length() - 1);
+    // A step in flight that cannot draw a token leaves it where it is.
+    kv_.slide(&sequence->kv, sequence->length() - 1);
     const int64_t keys = sequence->most_length();
     if (!make_room(sequence, keys, plan)) {
       // With its length known it may need less. The first one has nobody to wait for and never gets here.

@@ -33,10 +33,7 @@ void Scheduler::settle(const StepPlan& plan, size_t i) {
   Sequence* sequence = plan.entries[i].sequence;
   --sequence->in_flight;
   --sequence->request->in_flight;
-  if (plan.samples[i] != 0) {
-    sequence->flight_min -= 1;
-    sequence->flight_max -= 1 + plan.drafts[i];
-  }
+  if (plan.samples[i] != 0) sequence->flight_most -= 1 + plan.drafts[i];
 }
 
 Finish Scheduler::commit(Sequence* sequence, const int32_t* tokens, int32_t count, int32_t* kept, int32_t* stop) {
