@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_quartz.engine import paged_context
 from torch_quartz.integrations.replacements import Replacements
 from torch_quartz.integrations.transformers_masks import describing, visible_of
 
@@ -260,6 +261,9 @@ def _forward(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
+    step = paged_context.active()
+    if step is not None:  # torch_quartz's own engine: blocks and lengths come with the step
+        return step.attend(module, query, key, value, scaling, softcap, s_aux)
     if "cu_seq_lens_q" in options and ("quartz_paged" in options or options.get("cache") is not None):
         from torch_quartz.integrations.transformers_paged import forward
 
