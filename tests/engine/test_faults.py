@@ -139,7 +139,8 @@ def test_out_of_memory_in_prefill(llm, model, asked, right, monkeypatch):
     """Prompts that do not fit fail alone, with the numbers, though all arrive at the same time."""
     prompts_, params = asked
     used = {token for output in right for tokens, _ in output for token in tokens}
-    bad = next(token for token in range(VOCABULARY) if token not in used.union(*(p["prompt_token_ids"] for p in prompts_)))
+    used = used.union(*(prompt["prompt_token_ids"] for prompt in prompts_))
+    bad = next(token for token in range(VOCABULARY) if token not in used)
     forward = model.model.embed_tokens.forward
 
     def fails(ids):
@@ -202,8 +203,10 @@ def test_ten_thousand_in_the_queue(llm):
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step()}
     assert len(done) == 10_000
-    alone = {token: bytes_of(llm.generate([[token]], params, use_tqdm=False)[0]) for token in {3 + i % 90 for i in keep}}
-    assert all(bytes_of(done[str(i)]) == alone[3 + i % 90] for i in keep)
+    tokens = sorted({3 + i % 90 for i in keep})
+    alone = llm.generate([[token] for token in tokens], params, use_tqdm=False)
+    right = dict(zip(tokens, map(bytes_of, alone), strict=True))
+    assert all(bytes_of(done[str(i)]) == right[3 + i % 90] for i in keep)
 
 
 # ---- caches ----

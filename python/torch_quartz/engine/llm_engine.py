@@ -25,7 +25,7 @@ from torch_quartz.engine.sequence import Request, SequenceState
 
 _log = logging.getLogger(__name__)
 # Failed steps with a sequence in them since its last token. First it is computed again. If it never had a token, it is
-# then set aside, tried again without others of its kind, and given up: a prompt that breaks the model takes nobody along.
+# then set aside, tried without others of its kind, and given up: a prompt that breaks the model takes nobody along.
 _SET_ASIDE, _NEWCOMER_FAILURES, _FAILURES = 2, 3, 6
 # Of the scheduler's counts: better names, and those that the engine counts itself, by what requests got.
 _NAMES = {"prefix_queries": "prefix_cache_queries", "prefix_hits": "prefix_cache_hits", "rows": "computed_rows"}
