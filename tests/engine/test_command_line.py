@@ -31,7 +31,8 @@ def test_generate(folder, capsys):
     options = ["--prompt", "w3 w4", "--max-tokens", "5", "--temperature", "0"]
     status, out, _ = run(capsys, "generate", folder, *options)
     assert status == 0 and out.startswith("w3 w4") and len(out.splitlines()) == 1
-    status, out, _ = run(capsys, "generate", folder, *options, "--prompt", "w5", "--json", "--speculative", '{"method": "ngram"}')
+    options += ["--prompt", "w5", "--json", "--speculative", '{"method": "ngram"}']
+    status, out, _ = run(capsys, "generate", folder, *options)
     rows = [json.loads(line) for line in out.splitlines()]
     assert status == 0 and [row["prompt"] for row in rows] == ["w3 w4", "w5"]
     assert all(len(row["token_ids"]) <= 5 and row["error"] is None for row in rows)

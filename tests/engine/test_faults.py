@@ -109,7 +109,7 @@ def test_aborts_at_any_moment(model, asked, right, way):
             done |= {output.request_id: output for output in engine.step() if output.finished}
         llm.check()
         for i in range(16):
-            if done[str(i)].outputs[0].finish_reason != "abort":
+            if all(sample.finish_reason != "abort" for sample in done[str(i)].outputs):
                 assert bytes_of(done[str(i)]) == right[i]
     assert llm.metrics()["aborted_requests"] > 20
 
@@ -136,27 +136,28 @@ def test_exceptions_inside_a_step(model, asked, right, way, monkeypatch):
 
 
 def test_out_of_memory_in_prefill(llm, model, asked, right, monkeypatch):
-    """A prompt that does not fit fails alone, with the numbers; who works already goes on."""
+    """Prompts that do not fit fail alone, with the numbers, though all arrive at the same time."""
+    prompts_, params = asked
+    used = {token for output in right for tokens, _ in output for token in tokens}
+    used = used.union(*(prompt["prompt_token_ids"] for prompt in prompts_))
+    bad = next(token for token in range(VOCABULARY) if token not in used)
     forward = model.model.embed_tokens.forward
 
     def fails(ids):
-        if 2 in ids.cpu().flatten().tolist():
+        if bad in ids.cpu().flatten().tolist():
             raise torch.OutOfMemoryError("quartz: 3.00 GiB asked, 1.00 GiB free of 80.00 GiB")
         return forward(ids)
 
     monkeypatch.setattr(model.model.embed_tokens, "forward", fails)
-    prompts_, params = asked
-    outputs = llm.generate(
-        [*prompts_[:4], {"prompt_token_ids": [2] * 30}, *prompts_[4:]],
-        [*(p.clone(bad_words=None) for p in params[:4]), SamplingParams(), *params[4:]],
-        use_tqdm=False,
-    )
-    failed = outputs.pop(4)
-    assert "3.00 GiB asked" in failed.error and failed.outputs[0].finish_reason == "error"
-    # Token 2 is in no prompt; where it was drawn, the sample ended as the bad prompt did.
-    for output, expected in zip(outputs, right, strict=True):
-        if not any(2 in tokens for tokens, _ in expected):
-            assert bytes_of(output) == expected
+    batch, given = list(prompts_), list(params)
+    for place in (2, 9):
+        batch.insert(place, {"prompt_token_ids": [bad] * 30})
+        given.insert(place, SamplingParams(n=2))
+    outputs = llm.generate(batch, given, use_tqdm=False)
+    for place in (9, 2):
+        failed = outputs.pop(place)
+        assert all("3.00 GiB asked" in sample.error for sample in failed.outputs)
+    assert [bytes_of(output) for output in outputs] == right
 
 
 def test_logits_that_are_no_numbers(asked, right):
@@ -202,8 +203,10 @@ def test_ten_thousand_in_the_queue(llm):
     while engine.has_unfinished_requests():
         done |= {output.request_id: output for output in engine.step()}
     assert len(done) == 10_000
-    alone = {token: bytes_of(llm.generate([[token]], params, use_tqdm=False)[0]) for token in {3 + i % 90 for i in keep}}
-    assert all(bytes_of(done[str(i)]) == alone[3 + i % 90] for i in keep)
+    tokens = sorted({3 + i % 90 for i in keep})
+    alone = llm.generate([[token] for token in tokens], params, use_tqdm=False)
+    right = dict(zip(tokens, map(bytes_of, alone), strict=True))
+    assert all(bytes_of(done[str(i)]) == right[3 + i % 90] for i in keep)
 
 
 # ---- caches ----

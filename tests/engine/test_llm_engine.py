@@ -332,7 +332,7 @@ def test_steps_that_fail_now_and_then_change_nothing(way, place):
 
     def fault(plan):
         # Seldom enough: three failures without a token between them give a sequence up.
-        if plan.step_id % 4 == 2 and (not failed or plan.step_id > failed[-1] + 12):
+        if plan.step_id % 4 == 2 and (not failed or plan.step_id > failed[-1] + 20):
             failed.append(plan.step_id)
             raise RuntimeError("the device hiccuped")
 

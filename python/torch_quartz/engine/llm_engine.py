@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +24,9 @@ from torch_quartz.engine.sampling_params import OutputKind, SamplingParams
 from torch_quartz.engine.sequence import Request, SequenceState
 
 _log = logging.getLogger(__name__)
-# Steps that failed with a sequence in them since its last token: first it is computed again, then it is given up;
-# earlier if it never had a token, so that a prompt that breaks the model does not take the others along.
-_NEWCOMER_FAILURES, _FAILURES = 3, 6
+# Failed steps with a sequence in them since its last token. First it is computed again. If it never had a token, it is
+# then set aside, tried without others of its kind, and given up: a prompt that breaks the model takes nobody along.
+_SET_ASIDE, _NEWCOMER_FAILURES, _FAILURES = 2, 3, 6
 # Of the scheduler's counts: better names, and those that the engine counts itself, by what requests got.
 _NAMES = {"prefix_queries": "prefix_cache_queries", "prefix_hits": "prefix_cache_hits", "rows": "computed_rows"}
 _OURS = {"steps", "tokens", "drafts_verified", "drafts_accepted"}
@@ -86,6 +87,8 @@ class LLMEngine:
         self._by_id: dict[str, Request] = {}
         self._ended: dict[int, Request] = {}  # ended between steps: the next one says so
         self._in_flight: _Launched | None = None
+        self._aside: deque[Request] = deque()  # not in the scheduler, to be tried one at a time
+        self._suspect: Request | None = None  # the one that is tried
         self._next_key = 0
 
     @classmethod
@@ -136,8 +139,16 @@ class LLMEngine:
         """Add a request that `make_request` made; raises ValueError where it is known or can never run."""
         if request.request_id in self._by_id:
             raise ValueError(f"request_id must be of no unfinished request, got {request.request_id!r}")
-        params = request.params
         self.factory.start(request, self._next_key, self.config.seed)
+        self._enqueue(request)
+        self._next_key += 1
+        request.metrics.arrival_time = time.monotonic()
+        self._requests[request.key] = request
+        self._by_id[request.request_id] = request
+        self._metrics.counters["requests"] += 1
+
+    def _enqueue(self, request: Request) -> None:
+        params = request.params
         self.scheduler.add_request(
             request.key,
             request.prompt_token_ids,
@@ -150,11 +161,6 @@ class LLMEngine:
             cache_read=params.prompt_logprobs is None,
             logits_from=-1 if params.prompt_logprobs is None else 0,
         )
-        self._next_key += 1
-        request.metrics.arrival_time = time.monotonic()
-        self._requests[request.key] = request
-        self._by_id[request.request_id] = request
-        self._metrics.counters["requests"] += 1
 
     def abort_request(self, request_id: str | Iterable[str]) -> bool:
         """End requests at once; the next step returns what they have, with reason "abort".
@@ -205,6 +211,8 @@ class LLMEngine:
         return self._outputs(touched)
 
     def _advance(self, touched: dict[int, Request]) -> None:
+        if self._aside:
+            self._try_one()
         before = self._in_flight
         plan = self.scheduler.schedule()
         if plan is None and before is None and self._requests:
@@ -270,12 +278,17 @@ class LLMEngine:
         ]
         for sequence in members:
             sequence.failures += 1
-            newcomer = sequence.num_output_tokens == 0
-            if sequence.failures >= (_NEWCOMER_FAILURES if newcomer else _FAILURES):
-                # The samples of a prompt that cannot be computed fail together.
-                for other in sequence.request.sequences if newcomer else [sequence]:
-                    self.fail(other, error)
-        for request in {sequence.request for sequence in members}:
+        for request in dict.fromkeys(sequence.request for sequence in members):
+            newcomer = request.num_output_tokens == 0
+            worst = max(sequence.failures for sequence in request.sequences)
+            if worst >= (_NEWCOMER_FAILURES if newcomer else _FAILURES):
+                for sequence in request.sequences:
+                    # The samples of a prompt that cannot be computed fail together.
+                    if newcomer or sequence.failures == worst:
+                        self.fail(sequence, error)
+            elif newcomer and worst == _SET_ASIDE:
+                self.scheduler.abort(request.key)
+                self._aside.append(request)
             if request.finished:
                 self._end(request)
         self.scheduler.discard(plan.step_id)
@@ -283,10 +296,25 @@ class LLMEngine:
         if discard is not None:
             discard()
 
+    def _try_one(self) -> None:
+        """Put the next request that was set aside into the queue, when the last one and all others are well."""
+        if self._suspect is not None and self._suspect.num_output_tokens == 0 and not self._suspect.finished:
+            return
+        aside = {request.key for request in self._aside}
+        if any(s.failures for r in self._requests.values() if r.key not in aside for s in r.sequences):
+            return  # still being computed again
+        self._suspect = None
+        while self._aside and self._suspect is None:
+            request = self._aside.popleft()
+            if request.key in self._requests:  # not aborted meanwhile
+                self._enqueue(request)
+                self._suspect = request
+
     def _restart(self, error: Exception) -> None:
         """All requests fail, and a new scheduler takes over: the state of the old one is not known."""
         self._note(error)
-        self._in_flight = None
+        self._in_flight = self._suspect = None
+        self._aside.clear()
         for request in list(self._requests.values()):
             for sequence in request.sequences:
                 sequence.finish("error", error=f"{type(error).__name__}: {error}")

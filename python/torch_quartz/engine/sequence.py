@@ -71,6 +71,11 @@ class Request:
         """Whether all samples have ended."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(sequence.num_output_tokens for sequence in self.sequences)
+
     def output(self) -> RequestOutput:
         """Return what the caller gets now, and take it as given (of a "delta" request only the news are returned)."""
         delta = self.output_kind is OutputKind.DELTA
