@@ -215,7 +215,7 @@ def _small_windows(runner: ModelRunner, length: int) -> Iterator[None]:
 
 
 def measure_step_times(runner: ModelRunner) -> list[float]:
-    """Return the seconds of a step with 1, 2, ... rows, for a schedule of drafts that pays.
+    """Return the seconds of a step with 0, 1, 2, ... rows, for a schedule of drafts that pays.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ def measure_step_times(runner: ModelRunner) -> list[float]:
             break
         rows *= 2
     known = sorted(measured)
-    return np.interp(np.arange(1, most + 1), known, [measured[k] for k in known]).tolist()
+    return np.interp(np.arange(most + 1), known, [measured[k] for k in known]).tolist()
 
 
 def _seconds(runner: ModelRunner, lengths: list[int]) -> float:
