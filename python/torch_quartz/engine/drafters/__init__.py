@@ -143,9 +143,7 @@ class DraftContext:
         """Return a step over the rows of this step, for the drafter's own layers (`paged_context.running`)."""
         return self._make_step(self.query_lens, self.query_starts, self.row_positions, self.row_sequence)
 
-    def step(
-        self, query_lens: np.ndarray, query_starts: Tensor, positions: Tensor, row_sequence: Tensor
-    ) -> PagedStep:
+    def step(self, query_lens: np.ndarray, query_starts: Tensor, positions: Tensor, row_sequence: Tensor) -> PagedStep:
         """Return a step over rows of the drafter's choice, ascending in position and contiguous in each sequence.
 
         Parameters
