@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from torch_quartz.engine.drafters import DraftContext, Proposal
 from torch_quartz.engine.kv_cache import upload
 from torch_quartz.engine.paged_context import PagedStep
+
+if TYPE_CHECKING:
+    from torch_quartz.engine.model_runner import ModelRunner
 
 
 def only_drawn(context: DraftContext, positions: Tensor) -> Tensor:
@@ -54,6 +58,20 @@ def nothing(context: DraftContext, max_drafts: int) -> Proposal:
         torch.full((context.num_seqs, max_drafts), -1, dtype=torch.int64, device=device),
         torch.zeros(context.num_seqs, dtype=torch.int64, device=device),
     )
+
+
+def head_logits(runner: ModelRunner, hidden: Tensor) -> Tensor:
+    """Return what the target's head, and all behind it, makes of a drafter's hidden states.
+
+    Parameters
+    ----------
+    runner : ModelRunner
+    hidden : Tensor
+        ``(rows, hidden size)``, normed as the target's own.
+    """
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    return runner.head(hidden, BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0)))
 
 
 def propose(

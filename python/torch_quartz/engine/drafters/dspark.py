@@ -127,7 +127,7 @@ class DSparkDrafter(Drafter):
             return chain.nothing(context, self.max_drafts)
         first = self._model.first_row
         hidden = hidden[:, first : first + self.max_drafts]
-        base = self._logits(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
+        base = chain.head_logits(self._runner, hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         newest = self._newest(context)
         drafts = self._draw(context, base, hidden, newest)
         tokens = drafts.drafts.clamp(min=0)
@@ -177,11 +177,6 @@ class DSparkDrafter(Drafter):
         if hasattr(embeddings, "embed_norm"):  # drafters are given the rows as they are
             return functional.embedding(ids, embeddings.weight)
         return embeddings(ids)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        return self._runner.head(hidden, BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0)))
 
     @staticmethod
     def _newest(context: DraftContext) -> Tensor:
