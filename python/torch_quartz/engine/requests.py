@@ -244,7 +244,7 @@ class RequestFactory:
             if self._structured is None:
                 from torch_quartz.engine.structured_output import StructuredOutputManager
 
-                self._structured = StructuredOutputManager(self.tokenizer, self._vocab_size)
+                self._structured = StructuredOutputManager(self.tokenizer, self._vocab_size, self._eos_token_ids)
         try:
             return self._structured.compile(params.structured_outputs)
         except ValueError as error:

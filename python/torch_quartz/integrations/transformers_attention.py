@@ -25,7 +25,7 @@ from torch_quartz.integrations.transformers_masks import describing, visible_of
 PATCHES = (
     {
         "name": "transformers.attention",
-        "target": "transformers.modeling_utils.AttentionInterface (new: quartz, paged|quartz; entry sdpa)",
+        "target": "transformers.modeling_utils.AttentionInterface (new: quartz, paged|quartz, quartz_engine; entry sdpa)",
         "reason": "masked calls on quartz run quartz::attention without copies of the keys; others are untouched",
     },
     {
@@ -130,6 +130,7 @@ def _patch_interface(module: ModuleType) -> None:
     mapping["sdpa"] = sdpa_attention_forward
     interface.register("quartz", quartz_attention_forward)
     interface.register("paged|quartz", quartz_attention_forward)
+    interface.register("quartz_engine", quartz_attention_forward)  # inside a step of torch_quartz's own engine
 
     def make_interface(original: Callable) -> Callable:
         @functools.wraps(original)
