@@ -23,8 +23,7 @@ class HostGraphImpl final : public at::GraphImplInterface {
   explicit HostGraphImpl(at::GraphImplArgs args) : graph_(args.keep_graph) {}
 
   void capture_begin(at::MempoolId_t pool, at::GraphCaptureMode mode) override {
-    graph_.capture_begin(pool,
-                         mode == at::GraphCaptureMode::Relaxed ? CaptureMode::kRelaxed : CaptureMode::kStrict);
+    graph_.capture_begin(pool, mode == at::GraphCaptureMode::Relaxed ? CaptureMode::kRelaxed : CaptureMode::kStrict);
   }
   void capture_end() override { graph_.capture_end(); }
   void instantiate() override { graph_.instantiate(); }

@@ -1,4 +1,5 @@
-// Graphs of quartz devices: CUDA graphs on cuda, recorded calls on host. torch.accelerator.Graph of torch 2.12 and newer.
+// Graphs of quartz devices: CUDA graphs on cuda, recorded calls on host. torch.accelerator.Graph of torch 2.12 and
+// newer.
 #pragma once
 
 namespace quartz {

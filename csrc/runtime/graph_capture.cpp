@@ -64,8 +64,7 @@ bool any_tensor(const Stack& stack, std::size_t first, bool (*test)(const at::Te
 }
 
 bool has_own_kernel_below_autograd(const c10::OperatorHandle& op) {
-  return op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) ||
-         op.hasKernelForDispatchKey(substrate().keys().dense) ||
+  return op.hasKernelForDispatchKey(DispatchKey::PrivateUse1) || op.hasKernelForDispatchKey(substrate().keys().dense) ||
          op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
          op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional) ||
          op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd);
@@ -102,8 +101,9 @@ std::unique_ptr<Program> Capture::end() {
                 "itself, so end it there");
   }
   if (!c10::impl::tls_is_dispatch_key_included(kSeesCalls)) {
-    refuse("the capture", "was begun inside of a torch.inference_mode() or another such block and ended outside of it, "
-                          "where its calls were no longer seen; begin and end it in the same block");
+    refuse("the capture",
+           "was begun inside of a torch.inference_mode() or another such block and ended outside of it, "
+           "where its calls were no longer seen; begin and end it in the same block");
   }
   see_calls(false);
   t_capture.reset();
@@ -230,15 +230,17 @@ const Capture::Facts& Capture::facts_of(const c10::OperatorHandle& op) {
 
 void Capture::check_values_stay(const Facts& facts, const Stack& stack, std::size_t base) {
   if (facts.reads_values) {
-    refuse(facts.name, "reads a value of a quartz tensor on the host, which a replay could not do again; keep the value "
-                       "in a tensor, or read it after the replay");
+    refuse(facts.name,
+           "reads a value of a quartz tensor on the host, which a replay could not do again; keep the value "
+           "in a tensor, or read it after the replay");
   }
   if (facts.shape_by_values) {
     bool given = false;  // repeat_interleave(..., output_size=n)
     if (facts.name == "aten::repeat_interleave.Tensor") given = !stack[base + 1].isNone();
     if (!given) {
-      refuse(facts.name, "has a result whose shape depends on values, and a graph holds fixed shapes; use an operator "
-                         "with a fixed shape (torch.where, masked_fill, topk)");
+      refuse(facts.name,
+             "has a result whose shape depends on values, and a graph holds fixed shapes; use an operator "
+             "with a fixed shape (torch.where, masked_fill, topk)");
     }
   }
   if (facts.masks_by_index) {
@@ -248,8 +250,9 @@ void Capture::check_values_stay(const Facts& facts, const Stack& stack, std::siz
     });
     const bool fill = facts.arguments > 2 && stack[base + 2].isTensor() && stack[base + 2].toTensor().numel() == 1;
     if (mask && !fill) {
-      refuse(facts.name, "takes a mask as its index, so how much it moves depends on values, and a graph holds fixed "
-                         "shapes; use torch.where or masked_fill");
+      refuse(facts.name,
+             "takes a mask as its index, so how much it moves depends on values, and a graph holds fixed "
+             "shapes; use torch.where or masked_fill");
     }
   }
 }
@@ -263,15 +266,17 @@ void Capture::check_copy(const Stack& stack, std::size_t base) {
   if (!other.is_cpu()) return;
   const char* direction = on_quartz(target) ? "from the CPU" : "to the CPU";
   if (!other.storage().data() || !substrate().is_pinned(other.storage().data())) {
-    refuse(std::string("a copy ") + direction,
-           on_quartz(target)
-               ? "can be recorded only from pinned memory, which each replay reads again; copy before the capture, or "
-                 "use tensor.pin_memory() and non_blocking=True"
-               : "can be recorded only into pinned memory; read the tensor after the replay, or copy into pinned memory "
-                 "with non_blocking=True");
+    refuse(
+        std::string("a copy ") + direction,
+        on_quartz(target)
+            ? "can be recorded only from pinned memory, which each replay reads again; copy before the capture, or "
+              "use tensor.pin_memory() and non_blocking=True"
+            : "can be recorded only into pinned memory; read the tensor after the replay, or copy into pinned memory "
+              "with non_blocking=True");
   }
   if (!stack[base + 2].toBool()) {
-    refuse(std::string("a copy ") + direction, "waits for the device, which a graph cannot hold; use non_blocking=True");
+    refuse(std::string("a copy ") + direction,
+           "waits for the device, which a graph cannot hold; use non_blocking=True");
   }
 }
 
@@ -279,13 +284,15 @@ void Capture::check_results(const Facts& facts, const Stack& stack, bool device_
   for (std::size_t i = stack.size() - facts.returns; i < stack.size(); ++i) {
     visit_tensors(stack[i], [&](const at::Tensor& tensor) {
       if (!device_arguments && !on_quartz(tensor)) return;
-      if (tensor.requires_grad()) {
-        refuse(facts.name, "would record a gradient, which a graph of the host substrate cannot hold; capture under "
-                           "torch.no_grad() or torch.inference_mode()");
+      if (c10::GradMode::is_enabled() && tensor.requires_grad() && !tensor.is_leaf()) {
+        refuse(facts.name,
+               "would record a gradient, which a graph of the host substrate cannot hold; capture under "
+               "torch.no_grad() or torch.inference_mode()");
       }
       if (tensor.is_cpu() && !facts.is_argument[i - (stack.size() - facts.returns)]) {
-        refuse(facts.name, "returns a CPU tensor of quartz values, which a replay could not hand out again; keep the "
-                           "result on the device");
+        refuse(facts.name,
+               "returns a CPU tensor of quartz values, which a replay could not hand out again; keep the "
+               "result on the device");
       }
       if (tensor.layout() != c10::kStrided || !tensor.has_storage()) {
         if (!facts.metadata) {
@@ -313,8 +320,8 @@ void Capture::call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
   }
   const c10::impl::ExcludeDispatchKeyGuard unseen(kSeesCalls);
   if (device_arguments && facts.copy) check_copy(*stack, base);
-  const bool fills = at::globalContext().deterministicAlgorithms() &&
-                     at::globalContext().deterministicFillUninitializedMemory();
+  const bool fills =
+      at::globalContext().deterministicAlgorithms() && at::globalContext().deterministicFillUninitializedMemory();
   if (facts.metadata || (facts.uninitialised && !fills)) {
     op.redispatchBoxed(keys, stack);
     check_results(facts, *stack, device_arguments);
@@ -333,15 +340,12 @@ void Capture::call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stac
 void Capture::record(const c10::OperatorHandle& op, const Facts& facts, c10::DispatchKeySet keys, Stack* stack,
                      bool device_arguments) {
   const auto base = stack->size() - facts.arguments;
-  if (!device_arguments) {
-    // On the CPU, or a factory that shows on its result where it belongs.
-    bool device = false;
-    for (std::size_t i = base; i < stack->size(); ++i) {
-      const auto& value = (*stack)[i];
-      device = device || (value.isDevice() && value.toDevice().type() == kQuartz) ||
-               (value.isGenerator() && value.toGenerator().device().type() == kQuartz);
-    }
-    if (!device) {
+  if (!device_arguments && !facts.custom) {  // a custom operator may know its device by itself
+    const auto names_device = [](const IValue& value) {
+      return (value.isDevice() && value.toDevice().type() == kQuartz) ||
+             (value.isGenerator() && value.toGenerator().device().type() == kQuartz);
+    };
+    if (std::none_of(stack->begin() + static_cast<std::ptrdiff_t>(base), stack->end(), names_device)) {
       op.redispatchBoxed(keys, stack);
       return;
     }
@@ -373,7 +377,7 @@ void Capture::record(const c10::OperatorHandle& op, const Facts& facts, c10::Dis
           refuse(facts.name, c10::str("writes a tensor of layout ", tensor.layout(),
                                       ", and a graph of the host substrate holds strided tensors"));
         }
-        save(tensor, before);
+        if (device_arguments) save(tensor, before);
       });
     } else {
       call.arguments[i] = map_tensors(call.arguments[i], keep);
@@ -404,9 +408,10 @@ void Capture::record(const c10::OperatorHandle& op, const Facts& facts, c10::Dis
     });
   }
   add_results(facts, *stack, call);
-  // Numbers about tensors (sizes, flags) repeat nothing.
+  // Numbers about tensors (sizes, flags) repeat nothing; neither does what concerns the CPU alone.
   const bool writes = std::find(facts.written.begin(), facts.written.end(), true) != facts.written.end();
-  if (!call.results.empty() || writes || facts.returns == 0 || facts.custom) program_->add_call(std::move(call));
+  const bool acts = device_arguments && (writes || facts.returns == 0 || facts.custom);
+  if (!call.results.empty() || acts) program_->add_call(std::move(call));
 }
 
 void Capture::add_results(const Facts& facts, const Stack& stack, Program::Call& call) {

@@ -18,7 +18,13 @@ GraphPool new_graph_pool() {
 
 HostGraph::HostGraph(bool keep_graph) : keep_graph_(keep_graph) {}
 
-HostGraph::~HostGraph() { capture_abort(); }
+HostGraph::~HostGraph() {
+  try {
+    capture_abort();
+  } catch (const std::exception& error) {
+    TORCH_WARN("quartz: the capture of a graph that was dropped could not be undone: ", error.what());
+  }
+}
 
 const Program& HostGraph::captured(const char* action) const {
   TORCH_CHECK(capture_ == nullptr, "quartz: Graph.", action, ": the capture has not ended");
@@ -35,8 +41,9 @@ void HostGraph::capture_begin(GraphPool pool, CaptureMode mode) {
               "quartz: Graph.capture_begin: a graph is captured on a stream other than the default one; use ",
               "torch.quartz.graph(), or with torch.quartz.stream(torch.quartz.Stream())");
   pool_ = pool == GraphPool{0, 0} ? new_graph_pool() : pool;
-  capture_ = std::make_shared<Capture>(mode);
-  capture_->begin();
+  const auto capture = std::make_shared<Capture>(mode);
+  capture->begin();
+  capture_ = capture;
 }
 
 void HostGraph::capture_end() {
@@ -84,8 +91,9 @@ void HostGraph::reset() {
 }
 
 void HostGraph::debug_dump(const std::string& path) const {
+  const auto& program = captured("debug_dump");
   std::ofstream file(path);
-  captured("debug_dump").dump(file);
+  program.dump(file);
   file.close();
   TORCH_CHECK(file.good(), "quartz: Graph.debug_dump: cannot write ", path);
 }

@@ -58,8 +58,8 @@ class QUARTZ_API HostGraph {
 // Whether this thread records a graph and is not inside a recorded call.
 QUARTZ_API bool capturing_on_host();
 
-// Raises, and ends the capture, if this thread records a graph: for what a graph cannot hold and no operator call shows.
-// `what` is the subject of the sentence, `instead` what to do.
+// Raises, and ends the capture, if this thread records a graph: for what a graph cannot hold and no operator call
+// shows. `what` is the subject of the sentence, `instead` what to do.
 QUARTZ_API void refuse_in_capture(const char* what, const char* instead);
 void refuse_waiting_for_event_in_capture();
 

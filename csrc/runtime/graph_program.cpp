@@ -266,8 +266,7 @@ void Program::replay() {
         run(call, stack);
       } else {
         const auto keys = c10::impl::tls_local_dispatch_key_set();
-        const c10::impl::ForceDispatchKeyGuard above(keys.included_,
-                                                     keys.excluded_ - c10::autograd_dispatch_keyset);
+        const c10::impl::ForceDispatchKeyGuard above(keys.included_, keys.excluded_ - c10::autograd_dispatch_keyset);
         run(call, stack);
       }
     }
