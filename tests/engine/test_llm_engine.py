@@ -257,7 +257,9 @@ class Matcher:
 
     @staticmethod
     def fill_batch(mask, entries):
-        return [matcher.fill_drafts(mask[first : first + 1 + len(drafts)], drafts) for matcher, first, drafts in entries]
+        return [
+            matcher.fill_drafts(mask[first : first + 1 + len(drafts)], drafts) for matcher, first, drafts in entries
+        ]
 
     def fill_drafts(self, rows, drafts):
         if self.breaks == "fill":

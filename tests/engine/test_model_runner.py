@@ -24,7 +24,13 @@ def prompts(count=6):
 
 def params(number, **changes):
     return SamplingParams(
-        **{"temperature": (0.0, 0.4, 0.8, 1.1)[number % 4], "seed": 70 + number, "max_tokens": 9, "logprobs": 2, **changes}
+        **{
+            "temperature": (0.0, 0.4, 0.8, 1.1)[number % 4],
+            "seed": 70 + number,
+            "max_tokens": 9,
+            "logprobs": 2,
+            **changes,
+        }
     )
 
 
@@ -264,4 +270,3 @@ def test_compressed_attention_is_refused():
 def test_configuration_is_checked(options, message):
     with pytest.raises(ValueError, match=message):
         EngineConfig(**options)
-

@@ -111,8 +111,9 @@ def test_samples_of_a_request(model):
 
 def test_nothing_left_ends_one_sequence(model):
     driver = Driver(model)
-    params = SamplingParams(temperature=1.0, max_tokens=4, allowed_token_ids=[5], logit_bias={5: -np.inf}, logprobs=0)
-    bad = driver.add(PROMPT, params)
+    # The only token that is allowed would end the output too early.
+    params = SamplingParams(temperature=1.0, max_tokens=4, allowed_token_ids=[11], min_tokens=2, logprobs=0)
+    bad = driver.add(PROMPT, params, STOP)
     good = driver.add(PROMPT, SamplingParams(temperature=0.0, max_tokens=4, logprobs=0))
     found = driver.run()
     assert found[bad, 0]["tokens"] == []

@@ -2,8 +2,8 @@
 
 A bucket has static inputs for some number of sequences with some rows each. A step is copied into the smallest bucket
 that holds it and replayed; what is left of the bucket is rows of no sequence, which write nowhere. The operators' bits
-do not depend on the number of rows, so they are those of the eager pass. On cuda the launches are saved, on host the way
-through Python; there only small batches have buckets, because padded rows cost time.
+do not depend on the number of rows, so they are those of the eager pass. On cuda the launches are saved, on host the
+way through Python; there only small batches have buckets, because padded rows cost time.
 """
 
 from __future__ import annotations

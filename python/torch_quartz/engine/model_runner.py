@@ -1,7 +1,7 @@
 """The model on the device: launches the steps that the scheduler plans, and hands their tokens back.
 
-`execute` prepares rows and runs the model, `sample` draws, verifies, updates the slots' tables and proposes drafts, both
-without a look at what the device has computed; `wait` waits for one step's copies. The order of calls is that of the
+`execute` prepares rows and runs the model, `sample` draws, verifies, updates the slots' tables and proposes drafts,
+both without a look at what the device has computed; `wait` waits for one step's copies. The order of calls is that of the
 engine's loop: ``execute(n), sample(n), execute(n + 1), wait(n), sample(n + 1), ...``.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_quartz.engine import last_layer, proof
 from torch_quartz.engine.config import EngineConfig
@@ -273,9 +273,7 @@ class ModelRunner:
             For `sample` and `wait`.
         """
         self._apply(plan, sequences)
-        inputs = StepInputs(
-            plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows
-        )
+        inputs = StepInputs(plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows)
         hidden, output = self._run(inputs)
         return Step(plan, inputs, hidden, output, self.taps)
 
