@@ -1,8 +1,8 @@
 """The model on the device: launches the steps that the scheduler plans, and hands their tokens back.
 
 `execute` prepares rows and runs the model, `sample` draws, verifies, updates the slots' tables and proposes drafts,
-both without a look at what the device has computed; `wait` waits for one step's copies. The order of calls is that of the
-engine's loop: ``execute(n), sample(n), execute(n + 1), wait(n), sample(n + 1), ...``.
+both without a look at what the device has computed; `wait` waits for one step's copies. The order of calls is that of
+the engine's loop: ``execute(n), sample(n), execute(n + 1), wait(n), sample(n + 1), ...``.
 """
 
 from __future__ import annotations
