@@ -505,7 +505,12 @@ def mtp_checkpoint(folder, model, head, name):
     for key, tensor in head.layers[0].state_dict().items():
         old = key.removeprefix("mtp_block.")
         layer = "mtp.layers.0" if name == "qwen3_next" else f"model.layers.{count}"
-        outside = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+        outside = {
+            "enorm": "pre_fc_norm_embedding",
+            "hnorm": "pre_fc_norm_hidden",
+            "eh_proj": "fc",
+            "post_norm": "norm",
+        }
         part = old.split(".")[0]
         if old.endswith("experts.gate_up_proj"):
             for i, expert in enumerate(tensor):
@@ -546,8 +551,9 @@ def test_checkpoints_with_a_multi_token_head(tmp_path, requests, name):
     got = drafter_of(llm)._head.layers.state_dict()
     assert got.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in got.items())
-    assert serve(llm, requests) == serve(engine(model), requests)
-    assert llm.memory_report()["drafter"] == sum(t.numel() * 2 for t in expected.values() if t.dtype == torch.bfloat16)
+    assert serve(llm, requests) == serve(engine(loaded), requests)
+    own = drafter_of(llm)._head.layers.parameters()  # without the target's embeddings and output
+    assert llm.memory_report()["drafter"] == sum(p.numel() * p.element_size() for p in own)
 
 
 # ---- what does not fit
@@ -581,6 +587,11 @@ def test_block_drafters_that_do_not_fit(tmp_path, target):
     config = deepspec_config()
     config.hidden_size = 16
     refused(ValueError, "hidden size of 32", target, "dspark", dspark_model.from_config(config))
+    config = deepspec_config(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})
+    refused(NotImplementedError, "rope_type 'dynamic'", target, "dspark", dspark_model.from_config(config))
+    network = muse_network()
+    network.config.sliding_window = 10
+    refused(ValueError, "window of at least its block of 12 rows", target, "dspark", network)
     with pytest.raises(ValueError, match="markov_head_type must be one of"):
         other(kind="other")
     with pytest.raises(NotImplementedError, match="biases"):
