@@ -158,9 +158,6 @@ class ModelRunner:
             budget, num_blocks=config.num_blocks, slots=config.max_num_seqs, swap_bytes=config.swap_bytes or 0
         )
         self._peak = peak
-        speculative = config.speculative
-        if speculative is not None and speculative.adaptive and speculative.step_times is None:
-            speculative.step_times = proof.measure_step_times(self)
         if torch.quartz.substrate() == "cuda" and not config.enforce_eager:
             from torch_quartz.engine.cuda_graphs import DecodeGraphs
 

@@ -208,9 +208,12 @@ class GrammarMatcher:
         for _, first, drafts in entries:
             if first < 0 or first + len(drafts) >= rows:
                 raise ValueError(f"fill_batch: rows {first} to {first + len(drafts)} must be rows of the mask's {rows}")
-        _executor().unsafe_compute_mask_ptr_with_draft_token(
-            [(matcher._state, first, drafts) for matcher, first, drafts in entries], mask.data_ptr(), words * 4, rows
-        )
+        plain = [(matcher._state, first) for matcher, first, drafts in entries if not drafts]
+        drafted = [(matcher._state, first, drafts) for matcher, first, drafts in entries if drafts]
+        if plain:
+            _executor().unsafe_compute_mask_ptr(plain, mask.data_ptr(), words * 4, rows)
+        if drafted:
+            _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, mask.data_ptr(), words * 4, rows)
         return [matcher._error() for matcher, _, _ in entries]
 
     def _error(self) -> Exception | None:
