@@ -251,19 +251,24 @@ class Matcher:
         self.tokens, self.place, self.breaks = tokens, 0, breaks
 
     def fill(self, row):
+        if self.breaks == "fill":
+            raise RuntimeError("the grammar broke")
         row.zero_()
         token = self.tokens[self.place]
         row[token // 32] = torch.tensor(1 << (token % 32), dtype=torch.int64).to(torch.int32)
 
     @staticmethod
     def fill_batch(mask, entries):
-        return [
-            matcher.fill_drafts(mask[first : first + 1 + len(drafts)], drafts) for matcher, first, drafts in entries
-        ]
+        errors = []
+        for matcher, first, drafts in entries:
+            try:
+                matcher.fill_drafts(mask[first:], drafts)
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(error)
+        return errors
 
     def fill_drafts(self, rows, drafts):
-        if self.breaks == "fill":
-            return RuntimeError("the grammar broke")
         start = self.place
         for i in range(len(drafts) + 1):
             if self.place == len(self.tokens):
@@ -273,7 +278,6 @@ class Matcher:
                 break
             self.place += 1
         self.place = start
-        return None
 
     def accept(self, tokens):
         if self.breaks == "accept" and self.place:

@@ -68,7 +68,7 @@ class Processor:
             if sequence.matcher is None:
                 sequence.matcher = sequence.request.grammar.matcher()
             entries.append((sequence.matcher, first, sequence.drafts[:drafts]))
-        errors = wanted[0][0].matcher.fill_batch(mask, entries)
+        errors = type(entries[0][0]).fill_batch(mask, entries)
         for (sequence, first, drafts), error in zip(wanted, errors, strict=True):
             if error is not None:
                 mask[first : first + 1 + drafts].fill_(-1)

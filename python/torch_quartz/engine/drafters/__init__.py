@@ -202,9 +202,9 @@ class Drafter:
     kv_layers : sequence of KVLayerSpec
         The drafter's own attention layers.
     attention_modules : sequence of Module
-        The modules that call Transformers' attention interface with them, in the same order: a step of `DraftContext`
-        finds their pages by them (``paged_context.Overrides(model).running(step)`` around the call of
-        `model`). Empty for a drafter that calls the operators itself, with ``runner.draft_layers[i].key_pages``,
+        The modules that call Transformers' attention interface with them, in the same order: a step that `DraftContext`
+        makes finds their pages by them (``paged_context.Overrides(model).running(step)`` around the call of `model`).
+        Empty for a drafter that calls the operators itself, with ``runner.draft_layers[i].key_pages``,
         ``step.tables[g]`` and ``step.slots[g]``, ``g`` being ``runner.draft_layers[i].group``.
     """
 
