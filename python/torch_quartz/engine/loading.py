@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from torch_quartz.engine import step_times
 from torch_quartz.engine.config import EngineConfig
 from torch_quartz.engine.model_runner import ModelRunner
 from torch_quartz.engine.requests import RequestFactory
@@ -35,9 +34,6 @@ def load(model: Any, tokenizer: Any, options: dict[str, Any]) -> tuple[EngineCon
         tokenizer = AutoTokenizer.from_pretrained(os.fspath(tokenizer))
     runner = ModelRunner(module, config)
     runner.allocate()
-    speculative = config.speculative
-    if speculative is not None and speculative.adaptive and speculative.step_times is None:
-        speculative.step_times = step_times.measure(runner)
     factory = RequestFactory(tokenizer, runner.vocab_size, config.max_model_len, eos_token_ids(module, tokenizer))
     return config, runner, factory
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_quartz.engine import last_layer, proof
+from torch_quartz.engine import last_layer, proof, step_times
 from torch_quartz.engine.config import EngineConfig
 from torch_quartz.engine.device_state import DeviceState
 from torch_quartz.engine.drafters import DraftContext, Drafter, make_drafter
@@ -161,6 +161,9 @@ class ModelRunner:
         self._peak = peak
         if not config.enforce_eager:
             self._graphs = DecodeGraphs(self)
+        speculative = config.speculative
+        if speculative is not None and speculative.adaptive and speculative.step_times is None:
+            speculative.step_times = step_times.measure(self)
 
     def _make_state(self, budget: int | None, *, num_blocks: int | None, slots: int, swap_bytes: int) -> None:
         config = self.config
