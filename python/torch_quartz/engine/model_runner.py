@@ -123,7 +123,7 @@ class ModelRunner:
         self.saving = last_layer.can_save(self.layout)
         self.saved_rows = 0  # that the last layer left out
         self.run_rows = 0
-        self._taps: dict[int, Tensor] = {}
+        self.taps: dict[int, Tensor] = {}
         self._tapped = tuple(self.drafter.needs_hidden) if self.drafter is not None else ()
         self._graphs: Any = None
         self._weights = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -158,6 +158,9 @@ class ModelRunner:
             budget, num_blocks=config.num_blocks, slots=config.max_num_seqs, swap_bytes=config.swap_bytes or 0
         )
         self._peak = peak
+        speculative = config.speculative
+        if speculative is not None and speculative.adaptive and speculative.step_times is None:
+            speculative.step_times = proof.measure_step_times(self)
         if torch.quartz.substrate() == "cuda" and not config.enforce_eager:
             from torch_quartz.engine.cuda_graphs import DecodeGraphs
 
@@ -205,7 +208,7 @@ class ModelRunner:
     def _tap(self, number: int, forward: Callable) -> Callable:
         def tapped(*arguments: Any, **options: Any) -> Any:
             output = forward(*arguments, **options)
-            self._taps[number] = (output[0] if isinstance(output, tuple) else output)[0]
+            self.taps[number] = (output[0] if isinstance(output, tuple) else output)[0]
             return output
 
         return tapped
@@ -257,7 +260,7 @@ class ModelRunner:
 
     # ---- a step
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def execute(self, plan: Any, sequences: Callable[[int, int], Any]) -> Step:
         """Launch the forward pass of a step.
 
@@ -277,7 +280,7 @@ class ModelRunner:
             plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows
         )
         hidden, output = self._run(inputs)
-        return Step(plan, inputs, hidden, output, self._taps)
+        return Step(plan, inputs, hidden, output, self.taps)
 
     def _apply(self, plan: Any, sequences: Callable[[int, int], Any]) -> None:
         """Do what comes before the forward pass: slots, blocks, states."""
@@ -303,21 +306,41 @@ class ModelRunner:
 
     def _run(self, inputs: StepInputs) -> tuple[Tensor | None, Any]:
         """Run the base model; return the hidden states of the needed rows, None where there are none."""
-        self._taps = {}
+        self.taps = {}
         self.run_rows += inputs.num_rows
         if inputs.saves:
             self.saved_rows += inputs.num_rows - inputs.num_out
-        with self._overrides.running(inputs.step):
+        if self._graphs is not None and (replayed := self._graphs.run(inputs)) is not None:
+            hidden, output, self.taps = replayed
+            return hidden, output
+        return self.forward(inputs.step, inputs.ids, inputs.positions)
+
+    def forward(self, step: PagedStep, ids: Tensor, positions: Tensor) -> tuple[Tensor | None, Any]:
+        """Run the base model over a step's rows.
+
+        Parameters
+        ----------
+        step : PagedStep
+        ids, positions : Tensor
+            ``(1, rows)``.
+
+        Returns
+        -------
+        tuple
+            Hidden states of the needed rows, and what the base model returned; None and None where no row is needed.
+        """
+        self.taps = {}
+        with self._overrides.running(step):
             try:
-                output = call_base(self.layout.base, inputs.ids, inputs.positions)
+                output = call_base(self.layout.base, ids, positions)
             except StopLayer:
                 return None, None
         hidden = output.last_hidden_state[0]
         if -1 in self._tapped:
-            self._taps[-1] = hidden
+            self.taps[-1] = hidden
         return hidden, output
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def sample(self, step: Step, bitmask: Tensor | None = None) -> None:
         """Launch drawing, verification, the update of the tables, drafting, and the copies to the host.
 
