@@ -89,6 +89,7 @@ def make_context(runner: ModelRunner, step: Step, committed: Tensor | None) -> D
         max_lengths=np.minimum(np.asarray(step.plan.max_length).astype(np.int64) + 1, state.width),
         _make_step=make_step,
         _draw=draw,
+        plain_parameters=lambda: runner.sampler.plain_parameters(inputs.slot, inputs.places_of_sequences),
     )
 
 

@@ -7,6 +7,7 @@ update the state of a cache. Names of families and classes play no part.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,29 +141,48 @@ def find_layout(model: Any) -> ModelLayout:
     count = config.num_hidden_layers
     lists = [child for child in base.children() if isinstance(child, nn.ModuleList) and len(child) == count]
     layers = list(lists[0]) if len(lists) == 1 else []
-    recorder = _Recorder()
     device = next(model.parameters()).device
     ids = torch.arange(1, PROBE_TOKENS + 1, device=device).unsqueeze(0) % config.vocab_size
+    positions = torch.arange(PROBE_TOKENS, device=device).unsqueeze(0)
     overrides = Overrides(model)
     cache, states = _watched_cache(model, overrides)
-    try:
-        with overrides.running(recorder):  # type: ignore[arg-type]
-            output = call_base(base, ids, torch.arange(PROBE_TOKENS, device=device).unsqueeze(0), cache)
-            hidden = output.last_hidden_state
-    except NotImplementedError as error:
-        raise refused(model, str(error)) from error
-    windows = _windows(model, config, list(recorder.calls))
-    attention = {}
-    for module, (key, value) in recorder.calls.items():
-        attention[module] = PagedLayer(
-            -1, windows[module], key.shape[1], key.shape[3], value.shape[3], key.dtype
-        )
+    attention, output = watch_attention(model, config, overrides, lambda: call_base(base, ids, positions, cache))
+    hidden = output.last_hidden_state
     for state in states:
         _note_shapes(model, cache, state)
     if not attention and not states:
         raise refused(model, "no layer calls Transformers' attention interface or keeps a recurrent state")
     logits = model.get_output_embeddings()(hidden[:, -1:].to(model.get_output_embeddings().weight.dtype))
     return ModelLayout(base, layers, attention, states, logits.shape[-1], hidden.shape[-1])
+
+
+def watch_attention(
+    model: nn.Module, config: Any, overrides: Overrides, run: Callable[[], Any]
+) -> tuple[dict[nn.Module, PagedLayer], Any]:
+    """Run something once; return the modules that attended in it, and its result.
+
+    Parameters
+    ----------
+    model : Module
+        For error messages.
+    config : PreTrainedConfig
+        Says what the layers are; a module's `layer_idx` counts among them.
+    overrides : Overrides
+        Of the modules that run.
+    run : callable
+    """
+    recorder = _Recorder()
+    try:
+        with overrides.running(recorder):  # type: ignore[arg-type]
+            output = run()
+    except NotImplementedError as error:
+        raise refused(model, str(error)) from error
+    windows = _windows(model, config, list(recorder.calls))
+    attention = {
+        module: PagedLayer(-1, windows[module], key.shape[1], key.shape[3], value.shape[3], key.dtype)
+        for module, (key, value) in recorder.calls.items()
+    }
+    return attention, output
 
 
 def call_base(base: nn.Module, ids: Tensor, positions: Tensor, cache: Any = None, **extra: Any) -> Any:

@@ -179,7 +179,8 @@ class ModelRunner:
             caching=config.enable_prefix_caching,
         )
         # Tokens that a drafter looks ahead may lie behind the blocks that a sequence has.
-        self.scratch_blocks = 1 + -(-(config.max_drafts + 1) // config.block_size) if self.draft_layers else 0
+        ahead = max(config.max_drafts + 1, self.drafter.lookahead if self.drafter is not None else 0)
+        self.scratch_blocks = 1 + -(-ahead // config.block_size) if self.draft_layers else 0
         self.cache.allocate(slots * self.scratch_blocks)
         self.state = DeviceState(self.cache, slots, config.max_model_len, config.max_drafts, self.device)
         self.sampler = Sampler(slots, self.vocab_size, self.device)

@@ -101,6 +101,7 @@ class PagedStep:
         self.query_starts = query_starts
         self.key_counts = key_counts
         self.most_queries = most_queries
+        self.causal = True  # False: rows of a sequence see all its keys (a block drafter)
         self.phase = "both"  # "write": stop behind the write; "read": the rows in `tail_starts` of what is written
         self.needed: Tensor | None = None  # rows whose results are used (last_layer.py); None: all
         self.tail_starts: Tensor | None = None
@@ -164,6 +165,7 @@ class PagedStep:
             starts,
             self.key_counts,
             scale=scaling,
+            causal=self.causal,
             window=layer.window,
             soft_cap=soft_cap,
             sinks=sinks,
@@ -186,6 +188,7 @@ class PagedStep:
                 heads=query.shape[1],
                 kv_heads=layer.kv_heads,
                 block_size=block,
+                causal=self.causal,
                 window=layer.window,
                 most_queries=most,
             )

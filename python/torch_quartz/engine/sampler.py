@@ -271,6 +271,29 @@ class Sampler:
             **options,
         )
 
+    def plain_parameters(self, slots: np.ndarray, places: Tensor) -> dict[str, Tensor | None] | None:
+        """Return what `ops.sample` needs for these slots; None where one has penalties, biases or forbidden tokens.
+
+        Parameters
+        ----------
+        slots, places
+            As for `draw`.
+        """
+        special = self._uses["penalties"][slots].any() or self._uses["allowed"][slots].any()
+        if special or self._entries[slots].any() or self._contexts[slots].any():
+            return None
+        temperature, top_p, min_p = self._floats[:3].index_select(1, places).unbind(0)
+        top_k, seeds, samples, _ = self._ints.index_select(1, places).unbind(0)
+        uses = {name: bool(flags[slots].any()) for name, flags in self._uses.items()}
+        return {
+            "temperature": temperature,
+            "top_k": top_k if uses["top_k"] else None,
+            "top_p": top_p if uses["top_p"] else None,
+            "min_p": min_p if uses["min_p"] else None,
+            "seeds": seeds,
+            "sample_indices": samples,
+        }
+
     def penalised(self, slots: np.ndarray) -> bool:
         """Whether one of these slots needs the counts of tokens."""
         return bool(self._uses["penalties"][slots].any())

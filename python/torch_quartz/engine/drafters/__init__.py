@@ -117,6 +117,9 @@ class DraftContext:
         Of each layer in `needs_hidden`: ``(num_rows, hidden size)``.
     max_lengths : numpy array
         ``(num_seqs,)``: upper bounds of ``lengths``.
+    plain_parameters : callable
+        Returns the keyword arguments of `ops.markov_draft` for the sequences' sampling parameters, or None where one of
+        them has penalties, biases or forbidden tokens, which only `draw` knows.
     """
 
     runner: ModelRunner
@@ -138,14 +141,13 @@ class DraftContext:
     max_lengths: np.ndarray
     _make_step: Callable[..., PagedStep]
     _draw: Callable[..., Tensor]
+    plain_parameters: Callable[[], dict[str, Tensor | None] | None]
 
     def rows_step(self) -> PagedStep:
         """Return a step over the rows of this step, for the drafter's own layers (`paged_context.running`)."""
         return self._make_step(self.query_lens, self.query_starts, self.row_positions, self.row_sequence)
 
-    def step(
-        self, query_lens: np.ndarray, query_starts: Tensor, positions: Tensor, row_sequence: Tensor
-    ) -> PagedStep:
+    def step(self, query_lens: np.ndarray, query_starts: Tensor, positions: Tensor, row_sequence: Tensor) -> PagedStep:
         """Return a step over rows of the drafter's choice, ascending in position and contiguous in each sequence.
 
         Parameters
@@ -155,7 +157,7 @@ class DraftContext:
         query_starts : Tensor
             ``(num_seqs + 1,)``, int32: the sums of them.
         positions, row_sequence : Tensor
-            ``(rows,)``, int64: each row's position in its sequence, and its sequence. Up to `max_drafts` positions
+            ``(rows,)``, int64: each row's position in its sequence, and its sequence. Up to `lookahead` positions
             behind a sequence's blocks are held in blocks of the drafter, during `propose` only: the rows of the next
             step write those positions again. A position of -1 writes nowhere.
 
@@ -193,6 +195,8 @@ class Drafter:
     ----------
     max_drafts : int
         Drafts a sequence and step.
+    lookahead : int
+        Rows that it computes from the newest token on, that one included, where they are more than `max_drafts`.
     needs_hidden : tuple of int
         Taps: ``i`` is the output of the target's decoder layer ``i`` (0 is the first), -1 the output of the base model
         (behind its last norm, what the head is given). A tap of the last layer, or -1, makes all rows run through it.
@@ -206,6 +210,7 @@ class Drafter:
     """
 
     max_drafts: int = 0
+    lookahead: int = 0
     needs_hidden: tuple[int, ...] = ()
     kv_layers: Sequence[KVLayerSpec] = ()
     attention_modules: Sequence[nn.Module] = ()

@@ -29,9 +29,7 @@ class NgramDrafter(Drafter):
         # The operator reads whole rows; no sequence of the step is longer than the bound.
         width = int(context.max_lengths.max()) if context.num_seqs else 1
         rows = context.tokens[:, :width].index_select(0, context.slots)
-        drafts, available = ngram_propose(
-            rows, self.max_drafts, self._shortest, self._longest, lengths=context.lengths
-        )
+        drafts, available = ngram_propose(rows, self.max_drafts, self._shortest, self._longest, lengths=context.lengths)
         return Proposal(drafts, available)
 
 
