@@ -247,6 +247,7 @@ py::dict stats_of(const Scheduler& scheduler) {
   d["prefix_queries"] = stats.prefix_queries;
   d["prefix_hits"] = stats.prefix_hits;
   d["resumed_hits"] = stats.resumed_hits;
+  d["prefix_waits"] = stats.prefix_waits;
   d["preemptions"] = stats.preemptions;
   d["swaps_out"] = stats.swaps_out;
   d["swaps_in"] = stats.swaps_in;

@@ -65,6 +65,7 @@ void KvCache::open(SequenceKv* kv, std::string_view name_space) {
 }
 
 int64_t KvCache::match(SequenceKv* kv, const std::vector<int32_t>& tokens, int64_t most) {
+  known_ = {kv->node, 0};
   if (kv->node < 0) return 0;
   const int64_t size = config_.block_size;
   path_.clear();
@@ -92,6 +93,7 @@ int64_t KvCache::match(SequenceKv* kv, const std::vector<int32_t>& tokens, int64
     }
     if (!whole) break;
     path_.push_back(node);
+    known_ = {node, i + 1};
     if (usable) best = i + 1;
   }
   if (best == 0) return 0;

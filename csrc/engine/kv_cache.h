@@ -24,6 +24,12 @@ class KvCache {
   // Takes the longest cached prefix of at most `most` tokens; gives its length. Needs open(); an own state block has to
   // be restored by restore_state().
   int64_t match(SequenceKv* kv, const std::vector<int32_t>& tokens, int64_t most);
+  // Of the last match(): the end of the text that the tree knows, whether or not all groups still have its blocks.
+  struct Known {
+    int32_t node = -1;
+    int64_t blocks = 0;
+  };
+  Known known() const { return known_; }
   // Gives everything back, the last blocks first, so that the beginnings of prefixes stay cached longest.
   void release(SequenceKv* kv);
 
@@ -98,6 +104,7 @@ class KvCache {
   std::vector<int64_t> run_;                      // of match(): cached blocks in a row, a group
   std::vector<std::pair<size_t, int32_t>> held_;  // group, block
   std::vector<int32_t> restore_;                  // of match(): checkpoint a group, -1 none
+  Known known_;
   uint64_t version_ = 0;
   int64_t evictions_ = 0;
 };

@@ -67,6 +67,17 @@ struct Sequence {
   int64_t last_step = -1;   // scheduled last in this step
   int64_t logits_done = 0;  // prompt rows before it have given their logits
 
+  // In the queue, for a prefix that another sequence is computing: until it has `keys` of them.
+  struct Wait {
+    int64_t key = -1;  // -1: for nothing
+    int32_t index = 0;
+    uint32_t residency = 0;
+    int64_t keys = 0;
+  } wait;
+  int32_t waits = 0;         // how often it did
+  int64_t branch = 0;        // a recurrent state is kept here: other prompts leave this one after so many tokens,
+  int32_t branch_node = -1;  // which are this node's
+
   int32_t available = -1;          // drafts proposed for the next step, -1 unknown
   float acceptance = 0.0f;         // moving average: a draft is accepted if those before it are
   std::vector<float> confidences;  // of the drafter, empty without

@@ -28,6 +28,7 @@ struct SchedulerStats {
   int64_t steps = 0, rows = 0;
   int64_t prefix_queries = 0, prefix_hits = 0;  // tokens asked for at first admission, tokens found
   int64_t resumed_hits = 0;                     // tokens found when a preempted sequence came back
+  int64_t prefix_waits = 0;                     // sequences that let another compute their prefix
   int64_t preemptions = 0, swaps_out = 0, swaps_in = 0;
   int64_t evictions = 0, nodes = 0;
   int64_t drafts_verified = 0, drafts_accepted = 0;
@@ -88,7 +89,11 @@ class QUARTZ_ENGINE_API Scheduler {
   void plan_decodes(StepPlan* plan, int64_t* rows);
   void plan_prefills(StepPlan* plan, int64_t* rows);
   void admit(StepPlan* plan, int64_t* rows);
-  bool admit_one(Sequence* sequence, StepPlan* plan, int64_t* rows);
+  enum class Admission { kDone, kLater, kNoRoom };
+  Admission admit_one(Sequence* sequence, StepPlan* plan, int64_t* rows);
+  bool still_waits(Sequence* sequence);
+  bool wait_for_prefix(Sequence* sequence, int64_t most);
+  void slide(Sequence* sequence, int64_t start, int64_t keys);
   bool make_room(Sequence* sequence, int64_t tokens, StepPlan* plan);
   void preempt(Sequence* sequence, StepPlan* plan);
   void fork(Sequence* leader, StepPlan* plan, int64_t* rows);

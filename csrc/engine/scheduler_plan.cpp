@@ -6,6 +6,12 @@
 #include "engine/scheduler.h"
 
 namespace quartz::engine {
+namespace {
+
+constexpr int kMostPassed = 32;  // sequences in the queue that wait for a prefix and are passed by in one step
+constexpr int kMostWaits = 4;    // of one sequence
+
+}  // namespace
 
 std::shared_ptr<StepPlan> Scheduler::fresh_plan() {
   for (const auto& plan : plans_) {
@@ -100,7 +106,8 @@ int64_t Scheduler::chunk_of(const Sequence& sequence, int64_t rows) const {
   if (kv_.has_states() && config_.enable_prefix_caching) {
     // A recurrent state can be kept where a chunk ends, and found again only at the end of a block: chunks end there,
     // and the rest of the prompt is one of its own.
-    const int64_t end = std::min(sequence.launched + chunk, sequence.length() - 1);
+    int64_t end = std::min(sequence.launched + chunk, sequence.length() - 1);
+    if (sequence.branch_node >= 0 && sequence.launched < sequence.branch) end = std::min(end, sequence.branch);
     const int64_t aligned = end / config_.block_size * config_.block_size;
     if (aligned > sequence.launched) chunk = aligned - sequence.launched;
   }
@@ -145,9 +152,9 @@ void Scheduler::plan_decodes(StepPlan* plan, int64_t* rows) {
   for (size_t i = 0; i < decodes_.size(); ++i) {
     Sequence* sequence = decodes_[i];
     if (sequence->state != State::kRunning) continue;  // made room for a better one
-    // A step in flight that cannot draw a token leaves it where it is.
-    kv_.slide(&sequence->kv, sequence->length() - 1);
     const int64_t keys = sequence->most_length();
+    // A step in flight that cannot draw a token leaves it where it is.
+    slide(sequence, sequence->length() - 1, keys);
     if (!make_room(sequence, keys, plan)) {
       // With its length known it may need less. The first one has nobody to wait for and never gets here.
       if (sequence->in_flight == 0 && running_.front() != sequence) preempt(sequence, plan);
@@ -165,7 +172,7 @@ void Scheduler::plan_prefills(StepPlan* plan, int64_t* rows) {
   for (size_t i = 0; i < running_.size() && *rows > 0; ++i) {
     Sequence* sequence = running_[i];
     if (sequence->decoding || sequence->last_step == plan->step_id) continue;
-    kv_.slide(&sequence->kv, sequence->launched);
+    slide(sequence, sequence->launched, sequence->launched + chunk_of(*sequence, *rows));
     if (!make_room(sequence, sequence->launched + 1, plan)) continue;
     const int64_t chunk = chunk_that_fits(*sequence, *rows);
     if (sequence->launched > 0 && sequence->launched % config_.block_size == 0) {
@@ -180,6 +187,13 @@ void Scheduler::plan_prefills(StepPlan* plan, int64_t* rows) {
     add_chunk(sequence, chunk, plan);
     *rows -= chunk;
   }
+}
+
+// Blocks that the window has passed are kept until their tokens are registered, one step longer, if there is room for
+// `keys` then: a block that is given back before cannot be found again.
+void Scheduler::slide(Sequence* sequence, int64_t start, int64_t keys) {
+  kv_.slide(&sequence->kv, std::min(start, sequence->computed));
+  if (kv_.room(sequence->kv, spare()) < keys) kv_.slide(&sequence->kv, start);
 }
 
 bool Scheduler::make_room(Sequence* sequence, int64_t tokens, StepPlan* plan) {
@@ -258,16 +272,57 @@ void Scheduler::admit(StepPlan* plan, int64_t* rows) {
       if (!sequence->decoding) reserved_[g] += kv_.missing(sequence->kv, g, sequence->target + 1);
     }
   }
-  while (*rows > 0 && !waiting_.empty() && !free_slots_.empty()) {
-    Sequence* head = *waiting_.begin();
+  int passed = 0;
+  for (auto next = waiting_.begin(); next != waiting_.end() && *rows > 0 && !free_slots_.empty();) {
+    Sequence* head = *next++;
     if (head->in_flight > 0) return;
     if (blocked_ == head && blocked_at_ == kv_.version() && !running_.empty()) return;
-    if (!admit_one(head, plan, rows)) {
+    const Admission admission = still_waits(head) ? Admission::kLater : admit_one(head, plan, rows);
+    if (admission == Admission::kNoRoom) {
       blocked_ = head;
       blocked_at_ = kv_.version();
       return;
     }
+    // Those behind it may have other prompts; but looking at all of a long queue would take too long.
+    if (admission == Admission::kLater && ++passed == kMostPassed) return;
+    if (admission == Admission::kDone) next = waiting_.upper_bound(head);  // its other samples may have come in behind
   }
+}
+
+bool Scheduler::still_waits(Sequence* sequence) {
+  if (sequence->wait.key < 0) return false;
+  const Sequence* other = find(sequence->wait.key, sequence->wait.index);
+  if (other != nullptr && other->state == State::kRunning && other->residency == sequence->wait.residency &&
+      other->computed < sequence->wait.keys) {
+    return true;
+  }
+  sequence->wait.key = -1;
+  return false;
+}
+
+// Whether a running sequence is computing more of the prompt than match() found: it is done once, for both.
+bool Scheduler::wait_for_prefix(Sequence* sequence, int64_t most) {
+  const KvCache::Known known = kv_.known();
+  if (known.node < 0 || sequence->waits == kMostWaits) return false;
+  const int64_t size = config_.block_size, at = known.blocks * size;
+  const int32_t* tokens = sequence->tokens.data();
+  for (const Sequence* other : running_) {
+    int64_t keys = 0;
+    if (other->kv.node == known.node && at + size <= std::min(most, other->target) &&
+        std::equal(tokens + at, tokens + at + size, other->tokens.begin() + at)) {
+      const int64_t end = std::min(most, other->target);
+      keys = std::mismatch(tokens + at, tokens + end, other->tokens.begin() + at).first - tokens;
+      keys = keys / size * size;
+    } else if (other->branch_node == known.node && other->branch == at) {
+      keys = at + 1;  // its state at the branch can be found when it has gone on
+    }
+    if (other->computed >= keys) continue;
+    ++sequence->waits;
+    ++stats_.prefix_waits;
+    sequence->wait = {other->request->options.key, other->rank.index, other->residency, keys};
+    return true;
+  }
+  return false;
 }
 
 int64_t Scheduler::most_cached(const Sequence& sequence, int64_t target) const {
@@ -279,15 +334,25 @@ int64_t Scheduler::most_cached(const Sequence& sequence, int64_t target) const {
   return options.cache_read ? most : 0;
 }
 
-bool Scheduler::admit_one(Sequence* sequence, StepPlan* plan, int64_t* rows) {
+Scheduler::Admission Scheduler::admit_one(Sequence* sequence, StepPlan* plan, int64_t* rows) {
   Request* request = sequence->request;
   const bool leads = !request->forked;
   const int64_t target = leads ? request->prompt_length - 1 : sequence->length();
   const bool swapped = sequence->kv.swapped;
   int64_t cached = sequence->computed;
   if (!swapped) {
+    const int64_t most = most_cached(*sequence, target);
     kv_.open(&sequence->kv, request->options.name_space);
-    cached = kv_.match(&sequence->kv, sequence->tokens, most_cached(*sequence, target));
+    cached = kv_.match(&sequence->kv, sequence->tokens, most);
+    if (wait_for_prefix(sequence, most)) {
+      kv_.release(&sequence->kv);
+      return Admission::kLater;
+    }
+    sequence->branch_node = -1;
+    if (kv_.has_states() && kv_.known().blocks * config_.block_size > cached) {
+      sequence->branch = kv_.known().blocks * config_.block_size;
+      sequence->branch_node = kv_.known().node;
+    }
   }
   bool fits = swapped ? kv_.can_swap_in(sequence->kv, cached) : kv_.room(sequence->kv) > cached;
   for (size_t g = 0; g < kv_.num_groups() && fits && !running_.empty(); ++g) {
@@ -295,7 +360,7 @@ bool Scheduler::admit_one(Sequence* sequence, StepPlan* plan, int64_t* rows) {
   }
   if (!fits) {
     if (!swapped) kv_.release(&sequence->kv);
-    return false;
+    return Admission::kNoRoom;
   }
   waiting_.erase(sequence);
   if (!sequence->admitted) {
@@ -330,7 +395,7 @@ bool Scheduler::admit_one(Sequence* sequence, StepPlan* plan, int64_t* rows) {
     for (size_t g = 0; g < kv_.num_groups(); ++g) reserved_[g] += kv_.missing(sequence->kv, g, target + 1);
   }
   *rows -= chunk;
-  return true;
+  return Admission::kDone;
 }
 
 }  // namespace quartz::engine

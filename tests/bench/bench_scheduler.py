@@ -29,9 +29,9 @@ from torch_quartz._C import engine
 VOCABULARY = 50000
 BLOCK = 16
 ARRAYS = (
-    "key index slot query_len start drafts samples kind max_length logits_from released table_updates copies swap_out"
-    " swap_in state_ops new forked"
-).split()
+    *("key", "index", "slot", "query_len", "start", "drafts", "samples", "kind", "max_length", "logits_from"),
+    *("released", "table_updates", "copies", "swap_out", "swap_in", "state_ops", "new", "forked"),
+)
 
 
 @dataclass
