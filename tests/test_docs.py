@@ -163,5 +163,12 @@ def test_named_files_exist(page):
         assert (ROOT / path).exists(), f"{name(page)} names {path}, which does not exist"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_tests_exist(page):
+    for path, test in set(re.findall(r"`(tests/[\w./-]+\.py)::(\w+)`", prose(page))):
+        found = (ROOT / path).exists() and re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE)
+        assert found, f"{name(page)} names {path}::{test}, which does not exist"
+
+
 if __name__ == "__main__":
     run_page(pathlib.Path(sys.argv[1]).resolve())

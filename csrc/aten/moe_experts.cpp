@@ -115,8 +115,8 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& ids, const at::Ten
     TORCH_CHECK_NOT_IMPLEMENTED(
         moe_experts_on_gpu(x, ids, weights, up, down, first_bias, second_bias, gate, y), kOp,
         ": on a GPU, float16 or bfloat16, gated by silu, gelu_tanh or relu, sizes that are multiples of 64 and "
-        "contiguous weights (alternating gates exactly if transposed) are served; use Transformers' grouped_mm "
-        "experts");
+        "contiguous weights, aligned to 16 bytes (alternating gates exactly if transposed), are served; use "
+        "Transformers' grouped_mm experts");
     return y;
   }
 #endif

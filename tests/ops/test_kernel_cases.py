@@ -281,7 +281,7 @@ def test_categories_of_weight_zero_are_never_drawn(replacement):
     """E1: (100000, 2) rows with all weight in column 1, a hole in the middle, runs of zeros at both ends."""
     torch.manual_seed(0)
     one = torch.tensor([0.0, 1.0], device="quartz").expand(100_000, 2).contiguous()
-    for _ in range(1000 if not replacement else 50):
+    for _ in range(100 if HOST or replacement else 1000):
         assert (torch.multinomial(one, 1, replacement) == 1).all()
     hole = torch.tensor([0.33, 0.34, 0, 0.33], device="quartz")
     if replacement:
@@ -324,7 +324,7 @@ def test_uniform_numbers_stay_below_the_bound(dtype):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_large_vocabulary_keeps_its_tail(dtype):
     """E9: 131,072 equal logits in 16 bits under top-p 0.9: 117,965 tokens are left and drawn evenly."""
-    count, kept = 1_000 if HOST else 1_000_000, 117_965
+    count, kept = 400 if HOST else 1_000_000, 117_965
     logits = torch.zeros(1, 131_072, dtype=dtype, device="quartz")
     seen = torch.zeros(131_072, dtype=torch.int64)
     for begin in range(0, count, 50_000):
