@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from invariance_table import NOT_BY_ROWS, TABLE
+from invariance_table import NOT_BY_ROWS, TABLE, Operator, one
 from torch_quartz.testing import same_bits, surrounded
 
 FEW = settings(max_examples=8, deadline=None)
@@ -177,6 +177,21 @@ def test_graph_capture(name):
         graph.replay()
         torch.quartz.synchronize()
         assert same(got, entry.call(**rows, **shared))
+
+
+def test_the_properties_notice_a_violation(monkeypatch):
+    for property_, call in (
+        (test_number_place_and_neighbours, lambda x: x - x.mean(0)),
+        (test_number_place_and_neighbours, lambda x: x + torch.arange(len(x), device=x.device)[:, None]),
+        (
+            lambda name: test_layout_views_and_memory_around(layout="every second row", name=name),
+            lambda x: x * x.stride(0),
+        ),
+        (test_threads_and_streams, lambda x: x * torch.get_num_threads()),
+    ):
+        monkeypatch.setitem(TABLE, "wrong", Operator(one(130), lambda random: {}, call, ("wrong",)))
+        with pytest.raises(AssertionError):
+            property_(name="wrong")
 
 
 def test_every_operator_with_a_proof_is_in_the_table():
