@@ -93,8 +93,8 @@ struct RequestOptions {
   int64_t drafts = -1;       // at most, a step; -1: the scheduler's max_drafts
   int64_t logits_from = -1;  // prompt rows from here on give logits; -1: none
   bool cache_read = true;
-  std::string name_space;
-  std::vector<int32_t> stop_ids;
+  std::string name_space = {};
+  std::vector<int32_t> stop_ids = {};
 };
 
 struct Request {

@@ -92,7 +92,7 @@ class QUARTZ_ENGINE_API Scheduler {
   enum class Admission { kDone, kLater, kNoRoom };
   Admission admit_one(Sequence* sequence, StepPlan* plan, int64_t* rows);
   bool still_waits(Sequence* sequence);
-  bool wait_for_prefix(Sequence* sequence, int64_t most);
+  bool wait_for_prefix(Sequence* sequence, int64_t cached, int64_t most);
   void slide(Sequence* sequence, int64_t start, int64_t keys);
   bool make_room(Sequence* sequence, int64_t tokens, StepPlan* plan);
   void preempt(Sequence* sequence, StepPlan* plan);

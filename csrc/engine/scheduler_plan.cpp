@@ -8,8 +8,9 @@
 namespace quartz::engine {
 namespace {
 
-constexpr int kMostPassed = 32;  // sequences in the queue that wait for a prefix and are passed by in one step
-constexpr int kMostWaits = 4;    // of one sequence
+constexpr int kMostPassed = 32;    // sequences in the queue that wait for a prefix and are passed by in one step
+constexpr int kMostWaits = 4;      // of one sequence
+constexpr int64_t kLeastGain = 4;  // blocks
 
 }  // namespace
 
@@ -301,7 +302,7 @@ bool Scheduler::still_waits(Sequence* sequence) {
 }
 
 // Whether a running sequence is computing more of the prompt than match() found: it is done once, for both.
-bool Scheduler::wait_for_prefix(Sequence* sequence, int64_t most) {
+bool Scheduler::wait_for_prefix(Sequence* sequence, int64_t cached, int64_t most) {
   const KvCache::Known known = kv_.known();
   if (known.node < 0 || sequence->waits == kMostWaits) return false;
   const int64_t size = config_.block_size, at = known.blocks * size;
@@ -316,7 +317,9 @@ bool Scheduler::wait_for_prefix(Sequence* sequence, int64_t most) {
     } else if (other->branch_node == known.node && other->branch == at) {
       keys = at + 1;  // its state at the branch can be found when it has gone on
     }
-    if (other->computed >= keys) continue;
+    // Waiting takes two steps: a few tokens are computed sooner than that.
+    const int64_t gain = keys - cached;
+    if (other->computed >= keys || gain < kLeastGain * size || 4 * gain < sequence->target - cached) continue;
     ++sequence->waits;
     ++stats_.prefix_waits;
     sequence->wait = {other->request->options.key, other->rank.index, other->residency, keys};
@@ -342,9 +345,10 @@ Scheduler::Admission Scheduler::admit_one(Sequence* sequence, StepPlan* plan, in
   int64_t cached = sequence->computed;
   if (!swapped) {
     const int64_t most = most_cached(*sequence, target);
+    sequence->target = target;
     kv_.open(&sequence->kv, request->options.name_space);
     cached = kv_.match(&sequence->kv, sequence->tokens, most);
-    if (wait_for_prefix(sequence, most)) {
+    if (wait_for_prefix(sequence, cached, most)) {
       kv_.release(&sequence->kv);
       return Admission::kLater;
     }

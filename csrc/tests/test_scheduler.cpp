@@ -180,7 +180,9 @@ TEST(Scheduler, MoreSequencesThanRowsTakeTurns) {
   while (loop.scheduler.has_unfinished()) {
     ASSERT_TRUE(loop.turn());
     ASSERT_LE(loop.scheduler.num_running(), 3);
-    if (loop.last != nullptr) ASSERT_LE(loop.last->num_rows, 3);
+    if (loop.last != nullptr) {
+      ASSERT_LE(loop.last->num_rows, 3);
+    }
   }
   loop.drain();
   loop.expect_outcomes();

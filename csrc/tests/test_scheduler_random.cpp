@@ -143,6 +143,9 @@ void serve(const Case& c, uint64_t seed, int requests) {
       ++loop.device.world;
     } else {
       loop.turn(rough && jobs.below(12) == 0);
+      if (loop.idle && key > 0 && jobs.below(2) == 0) {
+        loop.abort(std::max<int64_t>(0, key - 1 - static_cast<int64_t>(jobs.below(10))));
+      }
     }
     loop.scheduler.check();
     if (::testing::Test::HasFatalFailure()) return;
