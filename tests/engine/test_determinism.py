@@ -47,7 +47,7 @@ VARIATIONS = {
     ),
     "n-gram drafts, depth 7, chunks, preempted": Variation(
         {
-            **FEW_BLOCKS,
+            "num_blocks": 48,
             "speculative": {"method": "ngram", "num_speculative_tokens": 7},
             "max_num_batched_tokens": 128,
             "max_prefill_tokens_per_request": 32,
