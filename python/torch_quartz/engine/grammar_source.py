@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch_quartz.engine.structured_output_schema import guarded_schema
+
 _FIELDS = ("json", "regex", "grammar", "choice", "json_object", "structural_tag")
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
 
@@ -132,22 +134,19 @@ def grammar_source(params: StructuredOutputsParams, special_tokens: Mapping[str,
         return LLMatcher.grammar_from_lark(text)
     if kind == "structural_tag":
         return LLMatcher.grammar_from_lark(_structural_tag(params.structural_tag, special_tokens))
-    schema = {"type": "object"} if kind == "json_object" else read_schema("json", params.json)
+    schema = read_schema(kind, {"type": "object"} if kind == "json_object" else params.json)
     if params.disable_additional_properties:
         schema = _close_objects(schema)
-    # "lenient" would drop keywords in silence.
-    overrides: dict[str, Any] = {"lenient": False}
+    overrides: dict[str, Any] = {}
     if params.disable_any_whitespace:
         overrides["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         overrides["whitespace_pattern"] = params.whitespace_pattern
-    # Escapes of all characters are JSON like the characters themselves, and count as one each in lengths.
-    defaults = {"json_allow_general_unicode_escapes": True}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults, overrides=overrides)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
 
 def read_schema(name: str, value: Any) -> Any:
-    """Return a schema as a dict or a bool, checked against the bounds.
+    """Return a schema as a dict with the compiler's options in it, checked against the bounds.
 
     Parameters
     ----------
@@ -168,7 +167,7 @@ def read_schema(name: str, value: Any) -> Any:
     if not isinstance(value, (Mapping, bool)):
         raise ValueError(f"{name} must be a JSON schema (dict, its text, or a model), got {type(value).__name__}")
     _check_schema(name, value)
-    return value
+    return guarded_schema(name, value)
 
 
 def _refuse(rule: str, value: Any) -> None:
