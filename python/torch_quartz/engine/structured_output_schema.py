@@ -3,7 +3,8 @@
 llguidance names most keywords that it does not implement. What it lets through, seen with 1.9.1:
 
 - A key that is written with an escape (``"\\u0061"`` is ``"a"``) counts as another key, so that a value escapes the
-  schema of "properties" or "patternProperties". Where an object has such keys and lets others in, ``\\u`` is not allowed.
+  schema of "properties" or "patternProperties". Where an object has such keys and lets others in, ``\\u`` is not
+  allowed.
 - The same free key twice counts as two for "minProperties".
 - "x-guidance" in a schema turns checks off ("lenient", "coerce_one_of") or changes the separators of JSON.
 - A schema that only endless values obey ("c" is required in "c") compiles, and the output never ends.
@@ -70,8 +71,8 @@ def guarded_schema(name: str, schema: Any) -> dict[str, Any]:
         shadows |= bool(known) and part.get("additionalProperties", True) is not False
     if optional > MAX_OPTIONAL_PROPERTIES**2:
         raise ValueError(
-            f"{name}: properties that are not required must be at most {MAX_OPTIONAL_PROPERTIES} (the root of the sum of "
-            f"the squares over all objects), got {math.isqrt(optional)}"
+            f"{name}: properties that are not required must be at most {MAX_OPTIONAL_PROPERTIES} (the root of the sum "
+            f"of the squares over all objects), got {math.isqrt(optional)}"
         )
     if not _has_finite_value(root):
         raise ValueError(f"{name}: no finite value obeys the schema: something in it requires itself")
@@ -144,8 +145,8 @@ def _check_min_properties(name: str, path: str, part: Mapping[str, Any]) -> None
     if part.get("additionalProperties", True) is False and not part.get("patternProperties"):
         return  # no key is free, and named ones come once
     raise ValueError(
-        f"{name}: minProperties at {path} cannot be honoured above 1 and the number of required properties, because the "
-        f"same key could come twice, got {least}"
+        f"{name}: minProperties at {path} cannot be honoured above 1 and the number of required properties, because "
+        f"the same key could come twice, got {least}"
     )
 
 
