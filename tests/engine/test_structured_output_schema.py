@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import time
 
 import pytest
 import torch
@@ -222,10 +221,8 @@ def test_value_that_obeys_passes(manager, tokenizer, schema, text):
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(manager, schema, named):
-    begin = time.monotonic()
     with pytest.raises(ValueError, match=re.escape(named)):
         manager.compile(StructuredOutputsParams(json=schema))
-    assert time.monotonic() - begin < 10
 
 
 def test_words_of_the_compiler_may_be_names_of_properties():
@@ -246,3 +243,15 @@ def test_tags_are_guarded_too(manager, tokenizer):
     grammar.matcher().accept(tokenizer('say <f>{"a": 1}</f>', add_special_tokens=False)["input_ids"])
     with pytest.raises(ValueError, match="does not allow"):
         grammar.matcher().accept(tokenizer(r'say <f>{"\u0061": "x"}</f>', add_special_tokens=False)["input_ids"])
+
+
+def test_names_and_chains_of_any_size_are_looked_through_in_bounded_time():
+    guarded_schema("json", {"properties": {"k" * 500_000: {"anyOf": [{"minLength": 1} for _ in range(20_000)]}}})
+    chain = {f"d{one}": {"$ref": f"#/$defs/d{one + 1}"} for one in reversed(range(10_000))}
+    guarded_schema("json", {"$defs": {"d10000": {"type": "integer"}, **chain}, "$ref": "#/$defs/d0"})
+    knot = {f"d{one}": {"anyOf": [{"$ref": f"#/$defs/d{one + step}"} for step in (1, 2)]} for one in range(5_000)}
+    with pytest.raises(ValueError, match="requires itself"):
+        guarded_schema(
+            "json",
+            {"$defs": {**knot, "d5000": {"$ref": "#"}, "d5001": {"$ref": "#"}}, "$ref": "#/$defs/d0"},
+        )

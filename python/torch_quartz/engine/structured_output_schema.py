@@ -25,6 +25,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SINGLE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _SINGLE += ("unevaluatedProperties", "unevaluatedItems")
+# Characters of a name in a path: paths of all parts are held at once.
+_SHOWN = 40
 # A pass settles what depends on what was settled before it; chains of references in bad order need more than one.
 _PASSES = 50
 
@@ -117,10 +119,10 @@ def _walk(root: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
         seen.add(id(part))
         yield path, part
         if isinstance(part.get("$ref"), str):
-            waiting.append((part["$ref"], _target(root, part["$ref"])))
+            waiting.append((part["$ref"][:_SHOWN], _target(root, part["$ref"])))
         for key in _MAPS:
             if isinstance(part.get(key), Mapping):
-                waiting.extend((f"{path}/{key}/{entry}", below) for entry, below in part[key].items())
+                waiting.extend((f"{path}/{key}/{str(entry)[:_SHOWN]}", below) for entry, below in part[key].items())
         for key in _LISTS:
             if isinstance(part.get(key), (list, tuple)):
                 waiting.extend((f"{path}/{key}/{number}", below) for number, below in enumerate(part[key]))
