@@ -255,3 +255,24 @@ def test_names_and_chains_of_any_size_are_looked_through_in_bounded_time():
             "json",
             {"$defs": {**knot, "d5000": {"$ref": "#"}, "d5001": {"$ref": "#"}}, "$ref": "#/$defs/d0"},
         )
+
+
+def test_schemas_in_grammars_are_guarded_too(manager, tokenizer):
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}, "%json": {"type": "null"}}})
+    grammar = manager.compile(
+        StructuredOutputsParams(grammar=f'start: "=" one | %json {schema} "!"\none: %json {schema}')
+    )
+    for text, right in (
+        ('={"a": 1}', True),
+        ('{"a": 1}!', True),
+        (r'={"\u0061": "x"}', False),
+        ('{"%json": 1}!', False),
+    ):
+        matcher = grammar.matcher()
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if right:
+            matcher.accept(ids)
+            assert matcher.is_accepting
+        else:
+            with pytest.raises(ValueError, match="does not allow"):
+                matcher.accept(ids)

@@ -274,13 +274,17 @@ def _lark(text: str) -> str:
             raise ValueError(f"grammar: GBNF that llguidance cannot read: {error}") from error
     if text.count(":") > MAX_RULES:
         raise ValueError(f"grammar must have at most {MAX_RULES} rules (colons), got {text.count(':')}")
+    pieces, place = [], 0
     for part in re.finditer(r"%json\s*", text):
+        if part.start() < place:
+            continue  # inside of a schema
+        pieces.append(text[place : part.end()])
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, part.end())
+            schema, place = json.JSONDecoder().raw_decode(text, part.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"grammar: %json must be followed by a JSON schema: {error}") from error
-        read_schema("grammar: %json", schema)
-    return text
+        pieces.append(json.dumps(read_schema("grammar: %json", schema)))
+    return "".join((*pieces, text[place:]))
 
 
 def _structural_tag(value: Any, special_tokens: Mapping[str, int]) -> str:
