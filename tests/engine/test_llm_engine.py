@@ -257,6 +257,17 @@ class Matcher:
         token = self.tokens[self.place]
         row[token // 32] = torch.tensor(1 << (token % 32), dtype=torch.int64).to(torch.int32)
 
+    @staticmethod
+    def fill_batch(mask, entries):
+        errors = []
+        for matcher, first, drafts in entries:
+            try:
+                matcher.fill_drafts(mask[first:], drafts)
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(error)
+        return errors
+
     def fill_drafts(self, rows, drafts):
         start = self.place
         for i in range(len(drafts) + 1):

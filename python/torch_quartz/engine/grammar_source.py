@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
+
+from torch_quartz.engine.structured_output_schema import guarded_schema
 
 _FIELDS = ("json", "regex", "grammar", "choice", "json_object", "structural_tag")
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
@@ -18,8 +22,9 @@ MAX_CHARACTERS = 2**20
 MAX_DEPTH = 120
 # Definitions and references, counted as colons outside of JSON and as "$ref" inside.
 MAX_RULES = 10_000
-# The automaton of a multiple has that many states, and its time grows with their square: 0.4 s at 100,000.
-MAX_MULTIPLE = 20_000
+# The automaton of "multipleOf" has that many states: 0.2 s at 10,000, 20 s at 1,000,000, and from 20,000 on, bounds
+# beside it exceed llguidance's limits. Schemas that are merged (allOf, $ref) have the least common multiple.
+MAX_MULTIPLE = 10_000
 
 
 @dataclass(frozen=True)
@@ -127,27 +132,25 @@ def grammar_source(params: StructuredOutputsParams, special_tokens: Mapping[str,
     if kind == "grammar":
         return LLMatcher.grammar_from_lark(_lark(params.grammar))
     if kind == "choice":
-        text = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+        # One lexeme: as alternatives of a rule, more than 2000 texts would exceed llguidance's row.
+        text = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
         _check_length(kind, text)
         return LLMatcher.grammar_from_lark(text)
     if kind == "structural_tag":
         return LLMatcher.grammar_from_lark(_structural_tag(params.structural_tag, special_tokens))
-    schema = {"type": "object"} if kind == "json_object" else read_schema("json", params.json)
+    schema = read_schema(kind, {"type": "object"} if kind == "json_object" else params.json)
     if params.disable_additional_properties:
         schema = _close_objects(schema)
-    # "lenient" would drop keywords in silence.
-    overrides: dict[str, Any] = {"lenient": False}
+    overrides: dict[str, Any] = {}
     if params.disable_any_whitespace:
         overrides["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         overrides["whitespace_pattern"] = params.whitespace_pattern
-    # Escapes of all characters are JSON like the characters themselves, and count as one each in lengths.
-    defaults = {"json_allow_general_unicode_escapes": True}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults, overrides=overrides)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
 
 def read_schema(name: str, value: Any) -> Any:
-    """Return a schema as a dict or a bool, checked against the bounds.
+    """Return a schema as a dict with the compiler's options in it, checked against the bounds.
 
     Parameters
     ----------
@@ -168,7 +171,7 @@ def read_schema(name: str, value: Any) -> Any:
     if not isinstance(value, (Mapping, bool)):
         raise ValueError(f"{name} must be a JSON schema (dict, its text, or a model), got {type(value).__name__}")
     _check_schema(name, value)
-    return value
+    return guarded_schema(name, value)
 
 
 def _refuse(rule: str, value: Any) -> None:
@@ -199,6 +202,7 @@ def _check_depth_of_text(name: str, text: str) -> None:
 def _check_schema(name: str, schema: Any) -> None:
     """Check depth, size and what the compiler does not name, without recursion."""
     level, depth, characters, references = [schema], 0, 0, 0
+    multiples: set[Any] = set()
     while level:
         depth += 1
         if depth > MAX_DEPTH:
@@ -208,7 +212,10 @@ def _check_schema(name: str, schema: Any) -> None:
             if isinstance(value, Mapping):
                 references += "$ref" in value
                 characters += sum(len(key) + 6 for key in value if isinstance(key, str))
-                _check_keywords(name, value)
+                _check_options(name, value)
+                multiple = value.get("multipleOf")
+                if isinstance(multiple, (int, float)) and not isinstance(multiple, bool):
+                    multiples.add(multiple)
                 below.extend(value.values())
             elif isinstance(value, (list, tuple)):
                 characters += 2 * len(value)
@@ -220,15 +227,30 @@ def _check_schema(name: str, schema: Any) -> None:
         level = below
     if references > MAX_RULES:
         raise ValueError(f"{name} must have at most {MAX_RULES} references ($ref), got {references}")
+    _check_multiples(name, multiples)
 
 
-def _check_keywords(name: str, schema: Mapping[str, Any]) -> None:
-    multiple = schema.get("multipleOf")
-    if isinstance(multiple, (int, float)) and not isinstance(multiple, bool) and multiple > MAX_MULTIPLE:
-        raise ValueError(f"{name}: multipleOf must be at most {MAX_MULTIPLE}, got {multiple}")
+def _check_options(name: str, schema: Mapping[str, Any]) -> None:
     options = schema.get("x-guidance")
     if isinstance(options, Mapping) and options.get("lenient"):
         raise ValueError(f"{name}: x-guidance must not be lenient, because keywords would be dropped in silence")
+
+
+def _check_multiples(name: str, multiples: set[Any]) -> None:
+    numbers = [Decimal(str(value)) for value in multiples]
+    if not all(number.is_finite() and number > 0 for number in numbers):
+        raise ValueError(f"{name}: multipleOf must be above 0, got {sorted(multiples)}")
+    if not numbers:
+        return
+    if max(abs(number.adjusted()) + len(number.as_tuple().digits) for number in numbers) > 30:
+        raise ValueError(f"{name}: multipleOf must have at most 30 digits, got {sorted(multiples)}")
+    unit = Decimal(1).scaleb(min(0, *(number.as_tuple().exponent for number in numbers)))
+    common = math.lcm(*(int(number / unit) for number in numbers))
+    if common > MAX_MULTIPLE:
+        raise ValueError(
+            f"{name}: multipleOf must have a least common multiple of at most {MAX_MULTIPLE} (in units of {unit}), "
+            f"got {sorted(multiples)[:20]}"
+        )
 
 
 def _close_objects(schema: Any) -> Any:
@@ -252,7 +274,17 @@ def _lark(text: str) -> str:
             raise ValueError(f"grammar: GBNF that llguidance cannot read: {error}") from error
     if text.count(":") > MAX_RULES:
         raise ValueError(f"grammar must have at most {MAX_RULES} rules (colons), got {text.count(':')}")
-    return text
+    pieces, place = [], 0
+    for part in re.finditer(r"%json\s*", text):
+        if part.start() < place:
+            continue  # inside of a schema
+        pieces.append(text[place : part.end()])
+        try:
+            schema, place = json.JSONDecoder().raw_decode(text, part.end())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"grammar: %json must be followed by a JSON schema: {error}") from error
+        pieces.append(json.dumps(read_schema("grammar: %json", schema)))
+    return "".join((*pieces, text[place:]))
 
 
 def _structural_tag(value: Any, special_tokens: Mapping[str, int]) -> str:

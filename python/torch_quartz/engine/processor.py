@@ -63,23 +63,17 @@ class Processor:
         words = (self._engine.runner.vocab_size + 31) // 32
         # All bits set: rows without a grammar are free.
         mask = torch.full((row, words), -1, dtype=torch.int32, pin_memory=torch.quartz.substrate() == "cuda")
+        entries = []
         for sequence, first, drafts in wanted:
-            try:
-                self._fill(sequence, mask[first : first + 1 + drafts], drafts)
-            except Exception as error:
+            if sequence.matcher is None:
+                sequence.matcher = sequence.request.grammar.matcher()
+            entries.append((sequence.matcher, first, sequence.drafts[:drafts]))
+        errors = type(entries[0][0]).fill_batch(mask, entries)
+        for (sequence, first, drafts), error in zip(wanted, errors, strict=True):
+            if error is not None:
                 mask[first : first + 1 + drafts].fill_(-1)
                 self._engine.fail(sequence, error)
         return mask
-
-    @staticmethod
-    def _fill(sequence: SequenceState, rows: torch.Tensor, planned: int) -> None:
-        if sequence.matcher is None:
-            sequence.matcher = sequence.request.grammar.matcher()
-        drafts = sequence.drafts[:planned]
-        if drafts:
-            sequence.matcher.fill_drafts(rows, drafts)
-        else:
-            sequence.matcher.fill(rows[0])
 
     # ---- results
 

@@ -23,8 +23,9 @@ _CACHE_SIZE = 128
 # llguidance recurses along chains of rules, 2 to 5 KB of stack each, and the process ends where the stack does. Rules
 # are bounded by `grammar_source.MAX_RULES`; 1 GiB of addresses (not memory: only touched pages count) holds them all.
 _STACK_BYTES = 2**30
-# Fuel of llguidance, about 50,000 units a millisecond; its own default is 1,000,000.
-_LEXER_FUEL = 1_000_000
+# Fuel of llguidance for a grammar's regular expressions, in place of 1,000,000: nested repetitions that use it all up
+# take 0.3 s for it and their first mask, not 2 s.
+_LEXER_FUEL = 250_000
 _MESSAGE_LINES, _MESSAGE_WIDTH = 12, 200
 
 
@@ -85,12 +86,13 @@ class StructuredOutputManager:
 class Grammar:
     """A compiled grammar, as `StructuredOutputManager.compile` returns it."""
 
-    def __init__(self, pristine: Any):
+    def __init__(self, pristine: Any, vocab_size: int):
         self._pristine = pristine  # never advanced: matchers are copies of it
+        self._vocab_size = vocab_size
 
     def matcher(self) -> GrammarMatcher:
         """Return the state of a new sample."""
-        return GrammarMatcher(self._pristine.deep_copy())
+        return GrammarMatcher(self._pristine.deep_copy(), self._vocab_size)
 
 
 class GrammarMatcher:
@@ -99,8 +101,9 @@ class GrammarMatcher:
     It knows tokens alone, so that it stays good while a sample is preempted and resumed.
     """
 
-    def __init__(self, state: Any):
+    def __init__(self, state: Any, vocab_size: int):
         self._state = state
+        self._vocab_size = vocab_size
 
     @property
     def is_finished(self) -> bool:
@@ -125,7 +128,7 @@ class GrammarMatcher:
         ValueError
             The grammar does not allow one of them. The state is where it was.
         """
-        taken = self._state.try_consume_tokens(tokens)
+        taken = self._state.try_consume_tokens(self._known(tokens))
         self._check()
         if taken < len(tokens):
             self.rollback(taken)
@@ -185,7 +188,7 @@ class GrammarMatcher:
         [error] = self.fill_batch(rows, [(self, 0, drafts)])
         if error is not None:
             raise error
-        return self._state.validate_tokens(drafts)
+        return self._state.validate_tokens(self._known(drafts))
 
     @staticmethod
     def fill_batch(mask: torch.Tensor, entries: list[tuple[GrammarMatcher, int, list[int]]]) -> list[Exception | None]:
@@ -208,10 +211,19 @@ class GrammarMatcher:
         for _, first, drafts in entries:
             if first < 0 or first + len(drafts) >= rows:
                 raise ValueError(f"fill_batch: rows {first} to {first + len(drafts)} must be rows of the mask's {rows}")
-        _executor().unsafe_compute_mask_ptr_with_draft_token(
-            [(matcher._state, first, drafts) for matcher, first, drafts in entries], mask.data_ptr(), words * 4, rows
-        )
+        known = [(matcher._state, first, matcher._known(drafts)) for matcher, first, drafts in entries]
+        plain = [(state, first) for state, first, drafts in known if not drafts]
+        drafted = [entry for entry in known if entry[2]]
+        if plain:
+            _executor().unsafe_compute_mask_ptr(plain, mask.data_ptr(), words * 4, rows)
+        if drafted:
+            _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, mask.data_ptr(), words * 4, rows)
         return [matcher._error() for matcher, _, _ in entries]
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """Return the tokens before the first that is no number of a token: such numbers break the state for good."""
+        bad = next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))
+        return tokens[:bad]
 
     def _error(self) -> Exception | None:
         if self._state.is_error():
@@ -285,11 +297,11 @@ def _compile(tokenizer: Any, source: str) -> Grammar | str:
     if not matcher.is_error():
         # The first mask shows what the compiler leaves to later: grammars without any text, and lexers that explode.
         mask = matcher.compute_bitmask()
-        if "NoExtension" in matcher.stop_reason() and (matcher.is_error() or not any(mask)):
+        if matcher.get_error().startswith("NoExtension") or not (matcher.is_error() or any(mask)):
             return "no text obeys it (does something need itself without an end?)"
     if matcher.is_error():
         return _shorten(matcher.get_error())
-    return Grammar(matcher)
+    return Grammar(matcher, tokenizer.vocab_size)
 
 
 def _on_a_deep_stack(work: Any) -> Any:
@@ -316,7 +328,7 @@ def _on_a_deep_stack(work: Any) -> Any:
 
 def _shorten(message: str) -> str:
     """Return a message of llguidance without the state and the grammar that it repeats in full."""
-    lines = re.split("<state>|<non-verbose/>", message)[0].strip().splitlines()
+    lines = re.split("<state>|<non-verbose/>|<backtrace>", message)[0].strip().splitlines()
     lines = [line if len(line) <= _MESSAGE_WIDTH else line[:_MESSAGE_WIDTH] + " ..." for line in lines if line.strip()]
     if len(lines) > _MESSAGE_LINES:
         lines = [*lines[: _MESSAGE_LINES // 2], "...", *lines[-_MESSAGE_LINES // 2 :]]
