@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "runtime/graph_host.h"
+
 namespace py = pybind11;
 
 namespace {
@@ -14,6 +16,8 @@ namespace {
 // `devices` holds for each output the index of its quartz device, or None for one that stays as it is. Without it every
 // output on the native device becomes a quartz tensor on the device of the first quartz argument.
 py::list call_on_aliases(const py::object& function, const py::list& arguments, const py::object& devices) {
+  quartz::refuse_in_capture("a function that torch.compile has compiled",
+                            "runs native code that a graph of the host substrate does not see; capture it uncompiled");
   quartz::CompiledCall call;
   py::list natives;
   for (auto argument : arguments) {

@@ -12,6 +12,7 @@
 #include "aten/op_counts.h"
 #include "aten/registration.h"
 #include "runtime/generator.h"
+#include "runtime/graph_host.h"
 #include "runtime/guard.h"
 #include "runtime/substrate.h"
 #include "runtime/torch_version.h"
@@ -21,6 +22,7 @@ namespace py = pybind11;
 void bind_compiled_call(py::module& m);         // compiled_call.cpp
 void bind_accelerator_conflict(py::module& m);  // accelerator_conflict.cpp
 void bind_engine(py::module& m);                // engine.cpp
+void bind_graph(py::module& m);                 // graph.cpp
 
 namespace {
 
@@ -39,9 +41,15 @@ void lock_memory(const at::Tensor& native) {
   if (native.has_storage()) native.storage().unsafeGetStorageImpl()->set_resizable(false);
 }
 
+// A graph holds operator calls on quartz tensors.
+constexpr const char* kUnseen =
+    "hands out native memory, and what is done with it would not be repeated by a replay; do it inside of a custom "
+    "operator, or outside of the capture";
+
 at::Tensor native_alias(const at::Tensor& tensor, bool lock) {
   TORCH_CHECK_VALUE(quartz::is_quartz(tensor), "quartz: native_alias: expected a quartz tensor, got one on ",
                     tensor.device());
+  quartz::refuse_in_capture("native_alias", kUnseen);
   const c10::impl::ExcludeDispatchKeyGuard below(quartz::kAboveKernels);
   auto native = quartz::native_alias(tensor, AliasKind::kFull);
   if (lock) lock_memory(native);
@@ -148,4 +156,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_compiled_call(m);
   bind_accelerator_conflict(m);
   bind_engine(m);
+  bind_graph(m);
 }

@@ -7,6 +7,7 @@
 
 #include "runtime/device.h"
 #include "runtime/environment.h"
+#include "runtime/graph_host.h"
 
 namespace quartz {
 namespace {
@@ -72,8 +73,14 @@ class HostGuard final : public c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeDevice(const c10::DeviceIndex device) const override { check_device(device < 0 ? t_device : device); }
+  // Nothing to wait for, but what a CUDA graph refuses is refused here, too.
+  void synchronizeStream(const c10::Stream&) const override {
+    refuse_in_capture("Stream.synchronize()", "waits on the host, which a graph cannot hold; wait after the replay");
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    check_device(device < 0 ? t_device : device);
+    refuse_in_capture("synchronize()", "waits on the host, which a graph cannot hold; wait after the replay");
+  }
 
   void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
     if (*event == nullptr) *event = new HostEvent;
@@ -84,7 +91,7 @@ class HostGuard final : public c10::impl::DeviceGuardImplInterface {
   }
   void block(void*, const c10::Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void*) const override { refuse_waiting_for_event_in_capture(); }
   double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {
     TORCH_CHECK(start != nullptr && end != nullptr,
                 "quartz: Event.elapsed_time: both events must be recorded before the time between them is asked for");

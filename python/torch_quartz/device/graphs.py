@@ -1,7 +1,8 @@
-"""CUDA graphs of quartz work: record a sequence of calls once, then replay it in one launch. Only on cuda.
+"""Graphs of quartz work: record a sequence of calls once, then replay it without Python.
 
-Quartz streams and memory are CUDA's, so PyTorch's own ``torch.cuda.CUDAGraph`` captures quartz operators as it
-captures CUDA operators. The host substrate has no graphs and says so.
+On cuda they are CUDA graphs: quartz streams and memory are CUDA's, so PyTorch's own ``torch.cuda.CUDAGraph`` captures
+quartz operators as it captures CUDA operators. On host the operator calls of one thread are recorded, and a replay
+makes them again from C++ on the same tensors (docs/graphs.md).
 """
 
 from collections.abc import Callable
@@ -10,7 +11,40 @@ from typing import Any
 import torch
 
 from torch_quartz import _C
-from torch_quartz.device.streams import native_stream
+from torch_quartz.device.streams import Stream, native_stream
+from torch_quartz.device.streams import stream as use_stream
+
+_ERROR_MODES = ("global", "thread_local", "relaxed")
+
+
+class _HostGraph:
+    """`_C.HostGraph` with the methods of ``torch.cuda.CUDAGraph``."""
+
+    def __init__(self, keep_graph: bool):
+        self._graph = _C.HostGraph(keep_graph)
+        self.capture_end = self._graph.capture_end
+        self.capture_abort = self._graph.capture_abort
+        self.instantiate = self._graph.instantiate
+        self.replay = self._graph.replay
+        self.reset = self._graph.reset
+        self.pool = self._graph.pool
+        self.debug_dump = self._graph.debug_dump
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        if capture_error_mode not in _ERROR_MODES:
+            raise RuntimeError(
+                "quartz: Graph.capture_begin: capture_error_mode must be one of "
+                f"{', '.join(_ERROR_MODES)}, got {capture_error_mode!r}"
+            )
+        if pool is not None and not (isinstance(pool, tuple) and len(pool) == 2):
+            raise TypeError(
+                "quartz: Graph.capture_begin: pool must be a pair of integers as Graph.pool() and "
+                f"graph_pool_handle() return it, got {pool!r}"
+            )
+        self._graph.capture_begin((0, 0) if pool is None else pool, capture_error_mode == "relaxed")
+
+    def enable_debug_mode(self) -> None:
+        """Keep nothing more: a recorded call has all that `debug_dump` writes."""
 
 
 class Graph:
@@ -19,26 +53,24 @@ class Graph:
     Parameters
     ----------
     keep_graph : bool
-        Keep the graph after capture, so that it can be changed before it is instantiated.
-
-    Raises
-    ------
-    RuntimeError
-        On host.
+        Keep the graph after capture, so that it can be changed before it is instantiated (cuda), and instantiate it
+        with `instantiate` or the first `replay` instead of at the end of the capture.
 
     Examples
     --------
-    >>> if torch.quartz.substrate() == "cuda":
-    ...     x = torch.ones(4, device="quartz")
-    ...     g = torch.quartz.Graph()
-    ...     with torch.quartz.graph(g):
-    ...         y = x * 2
-    ...     g.replay()
+    >>> x = torch.ones(4, device="quartz")
+    >>> g = torch.quartz.Graph()
+    >>> with torch.quartz.graph(g):
+    ...     y = x * 2
+    >>> x.fill_(3)
+    tensor([3., 3., 3., 3.], device='quartz:0')
+    >>> g.replay()
+    >>> y
+    tensor([6., 6., 6., 6.], device='quartz:0')
     """
 
     def __init__(self, keep_graph: bool = False):
-        _require_cuda("Graph")
-        self._native = torch.cuda.CUDAGraph(keep_graph)
+        self._native = torch.cuda.CUDAGraph(keep_graph) if _C.substrate() == "cuda" else _HostGraph(keep_graph)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         """Start recording the current stream, which must not be the default one.
@@ -46,14 +78,21 @@ class Graph:
         Parameters
         ----------
         pool : tuple or None
-            Memory pool to take memory from, as `pool` or `graph_pool_handle` return it.
+            Memory pool to take memory from, as `pool` or `graph_pool_handle` return it. On host graphs give the memory
+            of intermediate results back in each replay, with any pool.
         capture_error_mode : str
-            ``"global"``, ``"thread_local"`` or ``"relaxed"``: whose unsafe calls end the capture.
+            ``"global"``, ``"thread_local"`` or ``"relaxed"``: whose unsafe calls end the capture. On host a capture
+            sees its own thread alone; ``"relaxed"`` lets that wait for events.
+
+        Raises
+        ------
+        RuntimeError
+            On the default stream; if the graph holds a capture already.
         """
         self._native.capture_begin(pool=pool, capture_error_mode=capture_error_mode)
 
     def capture_end(self) -> None:
-        """Stop recording."""
+        """Stop recording; RuntimeError if an error has ended the capture before."""
         self._native.capture_end()
 
     def instantiate(self) -> None:
@@ -61,7 +100,11 @@ class Graph:
         self._native.instantiate()
 
     def replay(self) -> None:
-        """Run the recorded work on the current stream, on the memory it was recorded with."""
+        """Run the recorded work on the current stream, on the memory it was recorded with.
+
+        On host the work has finished on return, and two threads cannot replay one graph at the same time
+        (RuntimeError).
+        """
         self._native.replay()
 
     def reset(self) -> None:
@@ -98,15 +141,17 @@ class graph:
     Raises
     ------
     RuntimeError
-        On host.
+        At a call that a graph cannot hold: it reads a value on the host, its result has a shape that depends on values,
+        it copies from or to memory of the CPU that is not pinned. The capture has then ended.
 
     Examples
     --------
-    >>> if torch.quartz.substrate() == "cuda":
-    ...     x, g = torch.ones(4, device="quartz"), torch.quartz.Graph()
-    ...     with torch.quartz.graph(g):
-    ...         y = x + 1
-    ...     g.replay()
+    >>> x, g = torch.ones(4, device="quartz"), torch.quartz.Graph()
+    >>> with torch.quartz.graph(g):
+    ...     y = x + 1
+    >>> g.replay()
+    >>> y
+    tensor([2., 2., 2., 2.], device='quartz:0')
     """
 
     def __init__(
@@ -116,13 +161,15 @@ class graph:
         stream: torch.Stream | None = None,
         capture_error_mode: str = "global",
     ):
-        _require_cuda("graph")
-        self._context = torch.cuda.graph(
-            quartz_graph._native,
-            pool=pool,
-            stream=None if stream is None else native_stream(stream),
-            capture_error_mode=capture_error_mode,
-        )
+        if _C.substrate() == "cuda":
+            self._context: Any = torch.cuda.graph(
+                quartz_graph._native,
+                pool=pool,
+                stream=None if stream is None else native_stream(stream),
+                capture_error_mode=capture_error_mode,
+            )
+        else:
+            self._context = _HostCapture(quartz_graph._native, pool, stream, capture_error_mode)
 
     def __enter__(self) -> None:
         self._context.__enter__()
@@ -131,32 +178,55 @@ class graph:
         self._context.__exit__(*exception)
 
 
+class _HostCapture:
+    """What ``torch.cuda.graph`` is on cuda."""
+
+    def __init__(self, graph: _HostGraph, pool: Any, stream: torch.Stream | None, capture_error_mode: str):
+        self._graph, self._pool, self._mode = graph, pool, capture_error_mode
+        self._stream = use_stream(Stream() if stream is None else stream)
+
+    def __enter__(self) -> None:
+        self._stream.__enter__()
+        try:
+            self._graph.capture_begin(self._pool, self._mode)
+        except BaseException:
+            self._stream.__exit__(None, None, None)
+            raise
+
+    def __exit__(self, kind: Any, *exception: Any) -> None:
+        try:
+            if kind is None:
+                self._graph.capture_end()
+            else:
+                self._graph.capture_abort()
+        finally:
+            self._stream.__exit__(kind, *exception)
+
+
 def graph_pool_handle() -> Any:
     """Return a new memory pool for graphs to share.
 
-    Raises
-    ------
-    RuntimeError
-        On host.
-
     Examples
     --------
-    >>> if torch.quartz.substrate() == "cuda":
-    ...     pool = torch.quartz.graph_pool_handle()
+    >>> pool = torch.quartz.graph_pool_handle()
+    >>> g = torch.quartz.Graph()
+    >>> with torch.quartz.graph(g, pool=pool):
+    ...     x = torch.zeros(2, device="quartz")
+    >>> g.pool() == pool
+    True
     """
-    _require_cuda("graph_pool_handle")
-    return torch.cuda.graph_pool_handle()
+    return torch.cuda.graph_pool_handle() if _C.substrate() == "cuda" else _C.new_graph_pool()
 
 
 def is_current_stream_capturing() -> bool:
-    """Return whether the current stream is being recorded into a graph; never on host.
+    """Return whether the current stream is being recorded into a graph; on host, whether this thread is.
 
     Examples
     --------
     >>> torch.quartz.is_current_stream_capturing()
     False
     """
-    return _C.substrate() == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_current_stream_capturing() if _C.substrate() == "cuda" else _C.capturing_on_host()
 
 
 def make_graphed_callables(callables: Any, sample_args: Any, **options: Any) -> Callable | tuple[Callable, ...]:
@@ -170,7 +240,7 @@ def make_graphed_callables(callables: Any, sample_args: Any, **options: Any) -> 
     Raises
     ------
     RuntimeError
-        On host.
+        On host, whose graphs hold no backward pass.
 
     Examples
     --------
@@ -178,12 +248,9 @@ def make_graphed_callables(callables: Any, sample_args: Any, **options: Any) -> 
     ...     layer = torch.nn.Linear(4, 4, device="quartz")
     ...     fast = torch.quartz.make_graphed_callables(layer, (torch.ones(2, 4, device="quartz"),))
     """
-    _require_cuda("make_graphed_callables")
-    return torch.cuda.make_graphed_callables(callables, sample_args, **options)
-
-
-def _require_cuda(name: str) -> None:
     if _C.substrate() != "cuda":
         raise RuntimeError(
-            f"torch.quartz.{name} needs the cuda substrate: graphs are CUDA graphs, and this process runs on host"
+            "torch.quartz.make_graphed_callables needs the cuda substrate: a graph of the host substrate holds no "
+            "backward pass. Capture the forward pass with torch.quartz.graph under torch.no_grad()"
         )
+    return torch.cuda.make_graphed_callables(callables, sample_args, **options)

@@ -38,7 +38,7 @@ class SpeculativeConfig:
     adaptive : bool
         Whether fewer are verified where their chance to be right does not pay.
     step_times : sequence of float, optional
-        For `adaptive`: seconds of a step with so many rows, by row number. Measured at start if not given.
+        For `adaptive`: the time of a step with 0, 1, 2, ... rows. Measured at start if not given.
     model : str, path or Module, optional
         The draft model, or the checkpoint of a drafter.
     prompt_lookup_min, prompt_lookup_max : int

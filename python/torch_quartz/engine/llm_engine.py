@@ -26,7 +26,7 @@ from torch_quartz.engine.sequence import Request, SequenceState
 _log = logging.getLogger(__name__)
 # Failed steps with a sequence in them since its last token. First it is computed again. If it never had a token, it is
 # then set aside, tried without others of its kind, and given up: a prompt that breaks the model takes nobody along.
-_SET_ASIDE, _NEWCOMER_FAILURES, _FAILURES = 2, 3, 6
+_SET_ASIDE, _ALONE, _FAILURES = 2, 3, 6
 # Of the scheduler's counts: better names, and those that the engine counts itself, by what requests got.
 _NAMES = {"prefix_queries": "prefix_cache_queries", "prefix_hits": "prefix_cache_hits", "rows": "computed_rows"}
 _OURS = {"steps", "tokens", "drafts_verified", "drafts_accepted"}
@@ -278,23 +278,24 @@ class LLMEngine:
         ]
         for sequence in members:
             sequence.failures += 1
-        for request in dict.fromkeys(sequence.request for sequence in members):
-            newcomer = request.num_output_tokens == 0
+        requests = list(dict.fromkeys(sequence.request for sequence in members))
+        newcomers = [request for request in requests if request.num_output_tokens == 0]
+        for request in requests:
+            newcomer = request in newcomers
             worst = max(sequence.failures for sequence in request.sequences)
-            if worst >= (_NEWCOMER_FAILURES if newcomer else _FAILURES):
+            if worst >= (_ALONE if newcomers == [request] else _FAILURES):
                 for sequence in request.sequences:
                     # The samples of a prompt that cannot be computed fail together.
                     if newcomer or sequence.failures == worst:
                         self.fail(sequence, error)
-            elif newcomer and worst == _SET_ASIDE:
+            elif newcomer and worst >= _SET_ASIDE:
                 self.scheduler.abort(request.key)
                 self._aside.append(request)
+                if request is self._suspect:
+                    self._suspect = None
             if request.finished:
                 self._end(request)
         self.scheduler.discard(plan.step_id)
-        discard = getattr(self.runner, "discard", None)
-        if discard is not None:
-            discard()
 
     def _try_one(self) -> None:
         """Put the next request that was set aside into the queue, when the last one and all others are well."""

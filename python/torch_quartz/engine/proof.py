@@ -8,7 +8,7 @@ gives a wrong number to anybody.
 from __future__ import annotations
 
 import contextlib
-import time
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 _LENGTH = 40  # tokens of a prompt: longer than a block, and than the windows below
 _WINDOW = 8  # stands in for a window that such a prompt would not fill
 _SEED = 20
-_REPEATS = 3  # of a timed step; the fastest counts
 
 
 def plan_of(rows: list[dict[str, Any]], **changes: Any) -> SimpleNamespace:
@@ -151,7 +150,7 @@ def _served(runner: ModelRunner, prompts: list[list[int]]) -> list[dict[int, Ten
             else:
                 updates += [(number, slot, column, 2 * column + i) for column in range(blocks)]
     cuts = [sorted({0, min(11, length), min(12, length), length}), sorted({0, min(5, length), min(25, length), length})]
-    chunks = [list(zip(cut[:-1], cut[1:], strict=True)) for cut in cuts]
+    chunks = [list(itertools.pairwise(cut)) for cut in cuts]
     found: list[dict[int, Tensor]] = [{}, {}]
     for number in range(max(map(len, chunks))):
         rows = []
@@ -212,57 +211,6 @@ def _small_windows(runner: ModelRunner, length: int) -> Iterator[None]:
         config.sliding_window = before
         for layer, window in zip(wide, windows, strict=True):
             layer.window = window
-
-
-def measure_step_times(runner: ModelRunner) -> list[float]:
-    """Return the seconds of a step with 1, 2, ... rows, for a schedule of drafts that pays.
-
-    Parameters
-    ----------
-    runner : ModelRunner
-        With its pools; what is in them is overwritten.
-    """
-    config = runner.config
-    assert config.max_model_len is not None
-    most = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + config.max_drafts))
-    longest = min(_LENGTH, config.max_model_len)
-    measured: dict[int, float] = {}
-    rows = 1
-    while True:
-        rows = min(rows, most)
-        lengths = [longest] * (rows // longest) + [rows % longest] * (rows % longest > 0)
-        if len(lengths) <= config.max_num_seqs:
-            measured[rows] = min(_seconds(runner, lengths) for _ in range(_REPEATS))
-        if rows == most:
-            break
-        rows *= 2
-    known = sorted(measured)
-    return np.interp(np.arange(1, most + 1), known, [measured[k] for k in known]).tolist()
-
-
-def _seconds(runner: ModelRunner, lengths: list[int]) -> float:
-    """Run a step of sequences of these lengths, all rows of which draw tokens; they write the same blocks."""
-    columns = -(-max(lengths) // runner.cache.block_size)
-    updates = []
-    for g, group in enumerate(runner.cache.groups):
-        width = 1 if group.kind == "state" else min(columns, group.num_blocks)
-        updates += [(g, slot, column, column) for slot in range(len(lengths)) for column in range(width)]
-    entries = [
-        {"slot": s, "start": 0, "query_len": n, "max_length": n, "logits_from": 0} for s, n in enumerate(lengths)
-    ]
-    sequences = [sequence_of(s, [1] * (n + 1), n + 1) for s, n in enumerate(lengths)]
-    plan = plan_of(
-        entries,
-        new=[(s, s, 0, 0) for s in range(len(lengths))],
-        table_updates=np.array(updates, np.int32).reshape(-1, 4),
-    )
-    torch.quartz.synchronize(runner.device)
-    begin = time.perf_counter()
-    step = runner.execute(plan, lambda key, index: sequences[key])
-    runner.sample(step)
-    runner.wait(step)
-    torch.quartz.synchronize(runner.device)
-    return time.perf_counter() - begin
 
 
 def measure_peak(runner: ModelRunner) -> int:

@@ -33,7 +33,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     import torch
-
     from torch import nn
 
     from torch_quartz.engine.model_runner import ModelRunner
@@ -205,8 +204,8 @@ class Drafter:
     attention_modules : sequence of Module
         The modules that call Transformers' attention interface with them, in the same order: a step that `DraftContext`
         makes finds their pages by them (``paged_context.Overrides(model).running(step)`` around the call of `model`).
-        Empty for a drafter that calls the operators itself, with ``runner.draft_layers[i].key_pages``, ``step.tables[g]``
-        and ``step.slots[g]``, ``g`` being ``runner.draft_layers[i].group``.
+        Empty for a drafter that calls the operators itself, with ``runner.draft_layers[i].key_pages``,
+        ``step.tables[g]`` and ``step.slots[g]``, ``g`` being ``runner.draft_layers[i].group``.
     """
 
     max_drafts: int = 0

@@ -174,6 +174,7 @@ def _described(model: Any, name: str) -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (model, "_keys_to_ignore_on_load_unexpected", [*patterns, r"^mtp\."]),
         (model.config, "_name_or_path", name),
+        (model.config, "dtype", model.dtype),  # may be a name, after saving
         (config, "num_mtp_layers", layers),
     ]
     if getattr(config, "layer_types", None) is not None and getattr(config, "mtp_layer_types", None) is None:
