@@ -3,8 +3,8 @@
 Of a prompt's rows the next token needs the last one. The rows before it must leave their keys and values in the last
 layer's cache, but what the layer computes of them behind that is not read by anybody. The layer therefore runs twice:
 over all rows up to the attention function, which writes keys and values and stops it, and over the needed rows, where
-the attention function does not write. Every needed row goes through the same operations as in one pass, and no operator's
-row depends on the others, so the bits are the same. Needed rows are the last ones of their sequences.
+the attention function does not write. Every needed row goes through the same operations as in one pass, and no
+operator's row depends on the others, so the bits are the same. Needed rows are the last ones of their sequences.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_quartz.engine import paged_context
 from torch_quartz.engine.paged_context import Overrides, PagedLayer
 
 PROBE_TOKENS = 3

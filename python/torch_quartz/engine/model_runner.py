@@ -1,8 +1,8 @@
 """The model on the device: launches the steps that the scheduler plans, and hands their tokens back.
 
-`execute` prepares rows and runs the model, `sample` draws, verifies, updates the slots' tables and proposes drafts, both
-without a look at what the device has computed; `wait` waits for one step's copies. The order of calls is that of the
-engine's loop: ``execute(n), sample(n), execute(n + 1), wait(n), sample(n + 1), ...``.
+`execute` prepares rows and runs the model, `sample` draws, verifies, updates the slots' tables and proposes drafts,
+both without a look at what the device has computed; `wait` waits for one step's copies. The order of calls is that of
+the engine's loop: ``execute(n), sample(n), execute(n + 1), wait(n), sample(n + 1), ...``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_quartz.engine import last_layer, proof
 from torch_quartz.engine.config import EngineConfig
 from torch_quartz.engine.device_state import DeviceState
 from torch_quartz.engine.drafters import DraftContext, Drafter, make_drafter
+from torch_quartz.engine.graphs import DecodeGraphs
 from torch_quartz.engine.head import Head
 from torch_quartz.engine.kv_cache import KVCache, free_bytes, make_groups, states_of, upload
 from torch_quartz.engine.model_layout import call_base, find_layout, text_config
@@ -158,9 +159,7 @@ class ModelRunner:
             budget, num_blocks=config.num_blocks, slots=config.max_num_seqs, swap_bytes=config.swap_bytes or 0
         )
         self._peak = peak
-        if torch.quartz.substrate() == "cuda" and not config.enforce_eager:
-            from torch_quartz.engine.cuda_graphs import DecodeGraphs
-
+        if not config.enforce_eager:
             self._graphs = DecodeGraphs(self)
 
     def _make_state(self, budget: int | None, *, num_blocks: int | None, slots: int, swap_bytes: int) -> None:
@@ -274,9 +273,7 @@ class ModelRunner:
             For `sample` and `wait`.
         """
         self._apply(plan, sequences)
-        inputs = StepInputs(
-            plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows
-        )
+        inputs = StepInputs(plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows)
         hidden, output = self._run(inputs)
         return Step(plan, inputs, hidden, output, self.taps)
 
@@ -286,6 +283,9 @@ class ModelRunner:
             self.sampler.release(np.asarray(plan.released))
         new = [(slot, sequences(key, index)) for slot, key, index, _ in plan.new]
         if new:
+            if self._graphs is not None and self._graphs.stale:
+                # What was captured would use the old weights. On host the pools are in use and cannot be made small.
+                self._graphs = DecodeGraphs(self) if torch.quartz.substrate() == "cuda" else None
             self.state.admit(new)
             self.sampler.admit(new)
             for slot, sequence in new:

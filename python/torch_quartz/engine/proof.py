@@ -8,6 +8,7 @@ gives a wrong number to anybody.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,7 @@ def _served(runner: ModelRunner, prompts: list[list[int]]) -> list[dict[int, Ten
             else:
                 updates += [(number, slot, column, 2 * column + i) for column in range(blocks)]
     cuts = [sorted({0, min(11, length), min(12, length), length}), sorted({0, min(5, length), min(25, length), length})]
-    chunks = [list(zip(cut[:-1], cut[1:], strict=True)) for cut in cuts]
+    chunks = [list(itertools.pairwise(cut)) for cut in cuts]
     found: list[dict[int, Tensor]] = [{}, {}]
     for number in range(max(map(len, chunks))):
         rows = []

@@ -1,7 +1,7 @@
 """From a plan of the scheduler to the tensors of a step: rows, positions, token ids, pages, and who needs what.
 
-Everything that depends on the plan alone is computed on the host with numpy and travels in one packed copy; what depends
-on lengths that the host does not know yet is computed on the device from the slots' tables.
+Everything that depends on the plan alone is computed on the host with numpy and travels in one packed copy; what
+depends on lengths that the host does not know yet is computed on the device from the slots' tables.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from torch_quartz.integrations.transformers_masks import describing, visible_of
 PATCHES = (
     {
         "name": "transformers.attention",
-        "target": "transformers.modeling_utils.AttentionInterface (new: quartz, paged|quartz, quartz_engine; entry sdpa)",
+        "target": "transformers.modeling_utils.AttentionInterface (new: quartz, paged|quartz, quartz_engine; "
+        "entry sdpa)",
         "reason": "masked calls on quartz run quartz::attention without copies of the keys; others are untouched",
     },
     {

@@ -1,12 +1,16 @@
-"""CUDA graphs of the forward pass for the shapes that repeat: decoding, and verification of drafts.
+"""Graphs of the forward pass for the shapes that repeat: decoding, and verification of drafts.
 
 A bucket has static inputs for some number of sequences with some rows each. A step is copied into the smallest bucket
 that holds it and replayed; what is left of the bucket is rows of no sequence, which write nowhere. The operators' bits
-do not depend on the number of rows, so they are those of the eager pass. All graphs share one private pool.
+do not depend on the number of rows, so they are those of the eager pass. On cuda the launches are saved, on host the
+way through Python; there only small batches have buckets, because padded rows cost time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +22,10 @@ if TYPE_CHECKING:
     from torch_quartz.engine.model_runner import ModelRunner
     from torch_quartz.engine.step_inputs import StepInputs
 
+_log = logging.getLogger(__name__)
 _MOST_SEQUENCES = 512  # larger batches are bound by the device, not by launches
+_HOST_SEQUENCES = {1: (1, 2, 3, 4, 6, 8), 2: (1, 2, 4)}  # without drafts; with them
+_HOST_WASTE = 1.34  # rows of a bucket to those of a step: what Python would have cost
 
 
 class _Bucket:
@@ -77,35 +84,50 @@ class DecodeGraphs:
     def __init__(self, runner: ModelRunner, capture: bool = True):
         self._runner = runner
         self.bytes = 0
+        self._on_host = torch.quartz.substrate() == "host"
+        self._weights: list[int] = []
         self._buckets: list[_Bucket] = []
         if runner.layout.states:
             return  # states are gathered by lists that the host makes
+        self._weights = _places(runner)
         config = runner.config
         most = min(config.max_num_seqs, _MOST_SEQUENCES)
-        sizes = sorted({1, 2, 4, *range(8, most, 8), most})
-        self._buckets = [
-            _Bucket(runner, size, rows)
-            for rows in sorted({1, 1 + config.max_drafts})
-            for size in sizes
-            if size <= most and size * rows <= max(config.max_num_batched_tokens, rows)
-        ]
+        for drafts, rows in enumerate(sorted({1, 1 + config.max_drafts}), 1):
+            sizes: Any = sorted({1, 2, 4, *range(8, most, 8), most})
+            if self._on_host:
+                sizes = _HOST_SEQUENCES[drafts]
+            fitting = [size for size in sizes if size <= most and size * rows <= config.max_num_batched_tokens]
+            self._buckets += [_Bucket(runner, size, rows) for size in fitting]
         if capture:
             self._capture()
 
     def _capture(self) -> None:
-        from tqdm import tqdm
-
-        before = torch.quartz.memory_reserved(self._runner.device)
+        runner = self._runner
+        before = torch.quartz.memory_reserved(runner.device)
         pool = torch.quartz.graph_pool_handle()
-        # The largest first: the others find their memory in the pool.
-        for bucket in tqdm(sorted(self._buckets, key=lambda one: -one.rows), desc="CUDA graphs"):
-            with torch.inference_mode():
-                self._forward(bucket)
-                torch.quartz.synchronize(self._runner.device)
-                bucket.graph = torch.quartz.Graph()
-                with torch.quartz.graph(bucket.graph, pool=pool):
+        buckets = sorted(self._buckets, key=lambda one: -one.rows)  # the largest first: others fit into its memory
+        if not self._on_host:
+            from tqdm import tqdm
+
+            buckets = tqdm(buckets, desc="CUDA graphs")
+        with torch.inference_mode(), _small_pools(runner) if self._on_host else contextlib.nullcontext():
+            try:
+                for bucket in buckets:
                     self._forward(bucket)
-        self.bytes = int(torch.quartz.memory_reserved(self._runner.device) - before)
+                    torch.quartz.synchronize(runner.device)
+                    bucket.graph = torch.quartz.Graph()
+                    with torch.quartz.graph(bucket.graph, pool=pool):
+                        self._forward(bucket)
+            except RuntimeError as error:
+                # A model that looks at values on the host, for example.
+                _log.warning("%s runs without graphs: %s", type(runner.model).__name__, error)
+                self._buckets = []
+        self.bytes = max(0, int(torch.quartz.memory_reserved(runner.device) - before))
+
+    @property
+    def stale(self) -> bool:
+        """Whether parameters lie elsewhere than when the graphs were captured; changes in place are seen by them."""
+        return bool(self._buckets) and self._weights != _places(self._runner)
 
     def _forward(self, bucket: _Bucket) -> None:
         hidden, output = self._runner.forward(bucket.step(self._runner), bucket.ids, bucket.positions)
@@ -131,7 +153,10 @@ class DecodeGraphs:
         fitting = [
             bucket
             for bucket in self._buckets
-            if bucket.sequences >= inputs.num_seqs and bucket.rows >= rows and bucket.rows_each >= most
+            if bucket.sequences >= inputs.num_seqs
+            and bucket.rows >= rows
+            and bucket.rows_each >= most
+            and not (self._on_host and bucket.graph is not None and bucket.rows > rows * _HOST_WASTE)
         ]
         if not fitting:
             return None
@@ -143,3 +168,24 @@ class DecodeGraphs:
             self._forward(bucket)
         assert bucket.hidden is not None
         return bucket.hidden[:rows], bucket.output, {number: tap[:rows] for number, tap in bucket.taps.items()}
+
+
+def _places(runner: ModelRunner) -> list[int]:
+    return [parameter.data_ptr() for parameter in runner.model.parameters()]
+
+
+@contextlib.contextmanager
+def _small_pools(runner: ModelRunner) -> Iterator[None]:
+    """Let the pools be one block long: a capture on host keeps what recorded calls may write, to put it back.
+
+    The rows of a bucket write nowhere and read the first block while it is captured. Nothing else may use the pools.
+    """
+    storages = [(pool.untyped_storage(), pool[0].nbytes) for group in runner.cache.groups for pool in group.pools]
+    sizes = [storage.nbytes() for storage, _ in storages]
+    try:
+        for storage, block in storages:
+            storage.resize_(block)
+        yield
+    finally:
+        for (storage, _), size in zip(storages, sizes, strict=True):
+            storage.resize_(size)
