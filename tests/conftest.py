@@ -18,7 +18,14 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "host: the test is about the host substrate and is not collected on cuda")
     config.addinivalue_line("markers", "cuda: the test is about the cuda substrate and is not collected on host")
     config.addinivalue_line("markers", "two_devices: the test needs two devices and is not collected with fewer")
+    config.addinivalue_line("markers", "large_memory(gib): not collected where the device has less memory than that")
     torch.set_num_threads(1)
+
+
+def _device_gib():
+    if torch.quartz.substrate() == "cuda":
+        return torch.cuda.get_device_properties(0).total_memory / 2**30
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
 
 def pytest_collection_modifyitems(config, items):
@@ -29,6 +36,7 @@ def pytest_collection_modifyitems(config, items):
         for item in items
         if item.get_closest_marker(other)
         or (item.get_closest_marker("two_devices") and torch.quartz.device_count() < 2)
+        or ((large := item.get_closest_marker("large_memory")) and _device_gib() < large.args[0])
     ]
     if unwanted:
         config.hook.pytest_deselected(items=unwanted)

@@ -1,8 +1,9 @@
 """The documentation keeps its word: its Python blocks run, their outputs are right, links and make targets exist.
 
 The blocks fenced with ```python in README.md, CONTRIBUTING.md and docs/*.md run in order, each file in one fresh
-process on the host substrate (and once more on cuda where the tests run on cuda). A ```text block that follows a Python
-block is what the block prints, compared on host. A block that cannot run says why: ```python notest: the reason.
+process (the pages of docs/ops share one) on the host substrate, and once more on cuda where the tests run on cuda. A
+```text block that follows a Python block is what the block prints, compared on host. A block that cannot run says why:
+```python notest: the reason.
 
 To run one file by hand: ``python tests/test_docs.py docs/quickstart.md``.
 """
@@ -10,6 +11,7 @@ To run one file by hand: ``python tests/test_docs.py docs/quickstart.md``.
 import contextlib
 import dataclasses
 import difflib
+import inspect
 import io
 import os
 import pathlib
@@ -94,9 +96,15 @@ def name(page: pathlib.Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+OPERATORS = [page for page in PAGES if page.parent == ROOT / "docs" / "ops"]
+OTHERS = [page for page in PAGES if page not in OPERATORS and any(block.runs() for block in blocks(page))]
+# The pages of operators are many and short: they share a process, not their names.
+PROCESSES = {"docs/ops": OPERATORS} | {name(page): [page] for page in OTHERS}
+
+
 @pytest.mark.parametrize("substrate", sorted({"host", torch_quartz._C.substrate()}))
-@pytest.mark.parametrize("page", [p for p in PAGES if any(b.runs() for b in blocks(p))], ids=name)
-def test_python_blocks_run(page, substrate, tmp_path):
+@pytest.mark.parametrize("pages", PROCESSES.values(), ids=PROCESSES)
+def test_python_blocks_run(pages, substrate, tmp_path):
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE), os.environ.get("PYTHONPATH")])),
         "TORCH_QUARTZ_SUBSTRATE": substrate,
@@ -104,7 +112,7 @@ def test_python_blocks_run(page, substrate, tmp_path):
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [sys.executable, str(pathlib.Path(__file__).resolve()), str(page)],
+        [sys.executable, str(pathlib.Path(__file__).resolve()), *map(str, pages)],
         cwd=tmp_path,  # blocks may write files
         env={**os.environ, **environment},
         capture_output=True,
@@ -163,5 +171,36 @@ def test_named_files_exist(page):
         assert (ROOT / path).exists(), f"{name(page)} names {path}, which does not exist"
 
 
+def signature(function) -> str:
+    """Return the call of a function of `torch_quartz.ops` as its page shows it."""
+    parts = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parts:
+            parts.append("*")
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}".replace("'", '"')
+        parts.append(parameter.name + default)
+    return f"torch_quartz.ops.{function.__name__}({', '.join(parts)})"
+
+
+@pytest.mark.parametrize("page", OPERATORS, ids=name)
+def test_pages_of_operators_have_an_example(page):
+    assert any(block.runs() for block in blocks(page))
+
+
+def test_every_operator_has_a_page_with_its_signature():
+    shown = re.sub(r"\s+", " ", "".join(block.text for page in OPERATORS for block in blocks(page)))
+    functions = {getattr(torch_quartz.ops, entry) for entry in torch_quartz.ops.__all__}
+    for call in map(signature, filter(inspect.isfunction, functions)):
+        assert call in shown, f"no page of docs/ops has {call}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_named_tests_exist(page):
+    for path, test in set(re.findall(r"`(tests/[\w./-]+\.py)::(\w+)`", prose(page))):
+        found = (ROOT / path).exists() and re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE)
+        assert found, f"{name(page)} names {path}::{test}, which does not exist"
+
+
 if __name__ == "__main__":
-    run_page(pathlib.Path(sys.argv[1]).resolve())
+    for path in sys.argv[1:]:
+        run_page(pathlib.Path(path).resolve())

@@ -70,7 +70,7 @@ at::Tensor quartz_linear(const at::Tensor& x, const at::Tensor& weight, const st
   }
   Epilogue epilogue;
   epilogue.bias = addend;
-  epilogue.activation = linear_activation(op, activation);
+  const auto kind = linear_activation(op, activation);
   epilogue.frozen_weight = frozen_weight;
   const c10::DeviceGuard guard(x.device());
   auto sizes = x.sizes().vec();
@@ -78,12 +78,11 @@ at::Tensor quartz_linear(const at::Tensor& x, const at::Tensor& weight, const st
   for (std::size_t i = 0; i + 1 < sizes.size(); ++i) rows *= sizes[i];
   sizes.back() = weight.size(0);
   auto out = at::empty({rows, weight.size(0)}, x.options().memory_format(at::MemoryFormat::Contiguous));
-  // PyTorch's gelu, so that the bits are those of F.gelu.
-  const bool gelu_apart = epilogue.activation == kernels::Activation::kGelu && on_gpu(x);
-  if (gelu_apart) epilogue.activation = kernels::Activation::kNone;
-  const bool done = multiply(x.reshape({rows, x.size(-1)}), weight, out, epilogue, Second::kAsWeight);
-  TORCH_INTERNAL_ASSERT(done, op, ": no kernel for these operands");
-  if (gelu_apart) at::gelu_(out);
+  with_activation(out, kind, [&](kernels::Activation in_kernel) {
+    epilogue.activation = in_kernel;
+    const bool done = multiply(x.reshape({rows, x.size(-1)}), weight, out, epilogue, Second::kAsWeight);
+    TORCH_INTERNAL_ASSERT(done, op, ": no kernel for these operands");
+  });
   return out.view(sizes);
 }
 

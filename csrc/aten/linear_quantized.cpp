@@ -1,6 +1,5 @@
 // quartz::linear_quantized: a product with a weight of float8, NVFP4 or MXFP4 codes. Formats in quantized_weight.h.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/gelu.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/DeviceGuard.h>
 
@@ -114,7 +113,7 @@ at::Tensor linear_quantized(const at::Tensor& x, const at::Tensor& codes, const 
     QUARTZ_CHECK_ARGUMENT(addend.scalar_type() == x.scalar_type(), kOp, "bias", "have the dtype of x",
                           addend.scalar_type());
   }
-  auto kind = linear_activation(kOp, activation);
+  const auto kind = linear_activation(kOp, activation);
   TORCH_CHECK_VALUE(quantize_input == "none" || quantize_input == "token" || quantize_input == "group", kOp,
                     ": quantize_input must be 'none', 'token' or 'group', got '", quantize_input, "'");
   const c10::DeviceGuard guard(x.device());
@@ -137,10 +136,9 @@ at::Tensor linear_quantized(const at::Tensor& x, const at::Tensor& codes, const 
   }
 #if QUARTZ_WITH_CUDA
   if (on_gpu(x)) {
-    const bool gelu_apart = kind == kernels::Activation::kGelu;  // as quartz::linear
-    if (gelu_apart) kind = kernels::Activation::kNone;
-    multiply_on_gpu(input, weight, input_scales, addend.defined() ? addend.contiguous() : addend, kind, out);
-    if (gelu_apart) at::gelu_(out);
+    with_activation(out, kind, [&](kernels::Activation in_kernel) {
+      multiply_on_gpu(input, weight, input_scales, addend.defined() ? addend.contiguous() : addend, in_kernel, out);
+    });
     return out.view(sizes);
   }
 #endif

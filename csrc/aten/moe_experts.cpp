@@ -91,16 +91,11 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& ids, const at::Ten
                        const std::optional<at::Tensor>& down_bias, c10::string_view activation, bool gated,
                        bool interleaved, bool transposed, double alpha, std::optional<double> limit, double up_offset) {
   const auto first_bias = up_bias.value_or(at::Tensor()), second_bias = down_bias.value_or(at::Tensor());
-  check_same_device(kOp, {{"x", x}, {"up", up}, {"down", down}});
-  QUARTZ_CHECK_ARGUMENT(up.dim() == 3 && down.dim() == 3, kOp, "up and down", "have three dimensions", up.sizes(),
-                        " and ", down.sizes());
   const int64_t out = transposed ? 2 : 1, in = transposed ? 1 : 2;
-  const MoeLayer layer =
-      check_moe_layer(kOp, x, ids, weights, first_bias, second_bias, up.size(0), up.size(out), gated);
+  const MoeLayer layer = check_moe_layer(kOp, x, ids, weights, up, down, first_bias, second_bias, out, gated);
   QUARTZ_CHECK_ARGUMENT(up.size(in) == layer.hidden, kOp, "up", "take the hidden size of x", up.size(in), " for ",
                         layer.hidden);
-  QUARTZ_CHECK_ARGUMENT(down.size(0) == layer.experts && down.size(in) == layer.width && down.size(out) == layer.hidden,
-                        kOp, "down", "fit the experts, width and hidden size of up", down.sizes(), " for ", up.sizes());
+  check_moe_down(kOp, layer, down.size(0), down.size(in), down.size(out), up, down);
   for (const auto* tensor : {&up, &down}) {
     QUARTZ_CHECK_ARGUMENT(tensor->scalar_type() == x.scalar_type(), kOp, "up, down and their biases",
                           "have the dtype of x", tensor->scalar_type(), " for ", x.scalar_type());
@@ -115,8 +110,8 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& ids, const at::Ten
     TORCH_CHECK_NOT_IMPLEMENTED(
         moe_experts_on_gpu(x, ids, weights, up, down, first_bias, second_bias, gate, y), kOp,
         ": on a GPU, float16 or bfloat16, gated by silu, gelu_tanh or relu, sizes that are multiples of 64 and "
-        "contiguous weights (alternating gates exactly if transposed) are served; use Transformers' grouped_mm "
-        "experts");
+        "contiguous weights, aligned to 16 bytes (alternating gates exactly if transposed), are served; use "
+        "Transformers' grouped_mm experts");
     return y;
   }
 #endif
@@ -130,9 +125,13 @@ at::Tensor moe_experts(const at::Tensor& x, const at::Tensor& ids, const at::Ten
 }  // namespace
 
 MoeLayer check_moe_layer(const char* op, const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                         const at::Tensor& up_bias, const at::Tensor& down_bias, int64_t experts, int64_t projected,
-                         bool gated) {
+                         const at::Tensor& up, const at::Tensor& down, const at::Tensor& up_bias,
+                         const at::Tensor& down_bias, int64_t rows, bool gated) {
+  check_same_device(op, {{"x", x}, {"up", up}, {"down", down}});
+  QUARTZ_CHECK_ARGUMENT(up.dim() == 3 && down.dim() == 3, op, "up and down", "have three dimensions", up.sizes(),
+                        " and ", down.sizes());
   check_same_device(op, {{"x", x}, {"ids", ids}, {"weights", weights}, {"up_bias", up_bias}, {"down_bias", down_bias}});
+  const int64_t experts = up.size(0), projected = up.size(rows);
   QUARTZ_CHECK_ARGUMENT(x.dim() == 2, op, "x", "have shape [tokens, hidden]", x.sizes());
   QUARTZ_CHECK_ARGUMENT(has_kernel_dtype(x), op, "x", "be float32, float16 or bfloat16", x.scalar_type());
   MoeLayer layer{};
@@ -163,6 +162,12 @@ MoeLayer check_moe_layer(const char* op, const at::Tensor& x, const at::Tensor& 
                             (down_bias.dim() == 2 && down_bias.size(0) == experts && down_bias.size(1) == layer.hidden),
                         op, "down_bias", "have shape [experts, hidden]", down_bias.sizes());
   return layer;
+}
+
+void check_moe_down(const char* op, const MoeLayer& layer, int64_t experts, int64_t width, int64_t hidden,
+                    const at::Tensor& up, const at::Tensor& down) {
+  QUARTZ_CHECK_ARGUMENT(experts == layer.experts && width == layer.width && hidden == layer.hidden, op, "down",
+                        "fit the experts, width and hidden size of up", down.sizes(), " for ", up.sizes());
 }
 
 MoeGateOptions moe_gate_options(const char* op, c10::string_view activation, bool gated, bool interleaved,

@@ -14,10 +14,13 @@ namespace quartz {
 struct MoeLayer {
   int64_t tokens, k, experts, hidden, width, projected;  // projected: rows of the first weight
 };
-// For weights of `experts` experts whose first has `projected` rows.
+// `rows`: the dimension of `up` that has them. What the weights' other dimensions mean is for the caller to check.
 MoeLayer check_moe_layer(const char* op, const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights,
-                         const at::Tensor& up_bias, const at::Tensor& down_bias, int64_t experts, int64_t projected,
-                         bool gated);
+                         const at::Tensor& up, const at::Tensor& down, const at::Tensor& up_bias,
+                         const at::Tensor& down_bias, int64_t rows, bool gated);
+// That the second weight is one of `experts` matrices from `width` to `hidden`, as the layer wants it.
+void check_moe_down(const char* op, const MoeLayer& layer, int64_t experts, int64_t width, int64_t hidden,
+                    const at::Tensor& up, const at::Tensor& down);
 
 MoeGateOptions moe_gate_options(const char* op, c10::string_view activation, bool gated, bool interleaved,
                                 bool transposed, double alpha, std::optional<double> limit, double up_offset);

@@ -15,11 +15,17 @@ struct Call {
   kernels::cuda::MoeExperts layer{};
 };
 
+// The rows as the kernels read them, 16 bytes at a time.
+at::Tensor rows_of(const at::Tensor& x) {
+  const bool aligned = reinterpret_cast<uintptr_t>(x.const_data_ptr()) % 16 == 0 && x.stride(0) % 8 == 0;
+  return aligned && x.stride(1) == 1 ? x : x.clone(at::MemoryFormat::Contiguous);
+}
+
 Call call_of(const at::Tensor& x, const at::Tensor& ids, const at::Tensor& weights, const at::Tensor& up_bias,
              const at::Tensor& down_bias, const MoeGateOptions& gate, const at::Tensor& y) {
   const auto dense = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.contiguous() : tensor; };
-  Call call{x.stride(1) == 1 && x.stride(0) % 8 == 0 ? x : x.contiguous(), ids.to(at::kLong).contiguous(),
-            weights.to(at::kFloat).contiguous(), dense(up_bias), dense(down_bias)};
+  Call call{rows_of(x), ids.to(at::kLong).contiguous(), weights.to(at::kFloat).contiguous(), dense(up_bias),
+            dense(down_bias)};
   kernels::cuda::MoeExperts& a = call.layer;
   a.x = call.rows.const_data_ptr();
   a.ids = call.ids.const_data_ptr<int64_t>();

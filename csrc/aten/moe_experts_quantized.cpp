@@ -20,15 +20,11 @@ at::Tensor moe_experts_quantized(const at::Tensor& x, const at::Tensor& ids, con
                                  c10::string_view format, int64_t block, c10::string_view activation, bool gated,
                                  bool interleaved, double alpha, std::optional<double> limit, double up_offset) {
   const auto first_bias = up_bias.value_or(at::Tensor()), second_bias = down_bias.value_or(at::Tensor());
-  check_same_device(kOp, {{"x", x}, {"up", up}, {"down", down}});
-  QUARTZ_CHECK_ARGUMENT(up.dim() == 3 && down.dim() == 3, kOp, "up and down", "have three dimensions", up.sizes(),
-                        " and ", down.sizes());
-  const MoeLayer layer = check_moe_layer(kOp, x, ids, weights, first_bias, second_bias, up.size(0), up.size(1), gated);
+  const MoeLayer layer = check_moe_layer(kOp, x, ids, weights, up, down, first_bias, second_bias, 1, gated);
   const auto first = quantized_argument(kOp, "up", format, up, up_scales, up_global_scale, layer.hidden, block, 3);
   const auto second =
       quantized_argument(kOp, "down", format, down, down_scales, down_global_scale, layer.width, block, 3);
-  QUARTZ_CHECK_ARGUMENT(second.batch == layer.experts && second.n == layer.hidden, kOp, "down",
-                        "fit the experts, width and hidden size of up", down.sizes(), " for ", up.sizes());
+  check_moe_down(kOp, layer, second.batch, second.k, second.n, up, down);
   const auto gate = moe_gate_options(kOp, activation, gated, interleaved, false, alpha, limit, up_offset);
   const c10::DeviceGuard guard(x.device());
   auto y = at::empty({layer.tokens, layer.hidden}, x.options());

@@ -10,6 +10,8 @@
 //   bernoulli    1 where the word is below p * 2^32, else 0; p is `first`, or element i of `probabilities`
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/dtype.h"
 #include "kernels/isa.h"
 #include "kernels/parallel.h"
@@ -21,6 +23,38 @@ namespace quartz::kernels {
 enum class Distribution : uint8_t { kUniform, kNormal, kExponential, kBernoulli };
 // kBool holds Bernoulli numbers only, a byte each.
 enum class RandomType : uint8_t { kFloat32, kFloat16, kBFloat16, kFloat64, kBool };
+
+// Calls `body` with a value of the C++ type (a byte for kBool).
+template <class Body>
+inline __attribute__((always_inline)) void with_random_type(RandomType type, const Body& body) {
+  switch (type) {
+    case RandomType::kFloat32:
+      return body(float{});
+    case RandomType::kFloat16:
+      return body(Float16{});
+    case RandomType::kBFloat16:
+      return body(BFloat16{});
+    case RandomType::kFloat64:
+      return body(double{});
+    default:
+      return body(uint8_t{});
+  }
+}
+
+// Calls `body` with the distribution as a constant.
+template <class Body>
+inline __attribute__((always_inline)) void with_distribution(Distribution distribution, const Body& body) {
+  switch (distribution) {
+    case Distribution::kUniform:
+      return body(std::integral_constant<Distribution, Distribution::kUniform>{});
+    case Distribution::kNormal:
+      return body(std::integral_constant<Distribution, Distribution::kNormal>{});
+    case Distribution::kExponential:
+      return body(std::integral_constant<Distribution, Distribution::kExponential>{});
+    default:
+      return body(std::integral_constant<Distribution, Distribution::kBernoulli>{});
+  }
+}
 
 struct RandomFill {
   void* result;

@@ -35,7 +35,9 @@ const Program& HostGraph::captured(const char* action) const {
 void HostGraph::capture_begin(GraphPool pool, CaptureMode mode) {
   TORCH_CHECK(program_ == nullptr && capture_ == nullptr,
               "quartz: Graph.capture_begin: this graph has been captured already; reset() it or make another one");
-  TORCH_CHECK(!capturing_on_host(), "quartz: Graph.capture_begin: this thread captures another graph");
+  const auto other = Capture::current();  // also where a recorded call has brought us here
+  TORCH_CHECK(other == nullptr || !other->under_way(),
+              "quartz: Graph.capture_begin: this thread captures another graph");
   const auto& guard = substrate().guard();
   TORCH_CHECK(guard.getStream(guard.getDevice()) != guard.getDefaultStream(guard.getDevice()),
               "quartz: Graph.capture_begin: a graph is captured on a stream other than the default one; use ",

@@ -422,6 +422,27 @@ def test_an_identical_draft_model_with_windows(name):
     assert llm.metrics()["acceptance_rate"] == 1.0
 
 
+@pytest.mark.parametrize("method", ["draft_model", "mtp", "dspark"])
+def test_no_two_rows_write_the_same_place(requests, monkeypatch, method):
+    """On a GPU any of them may stay; on the host, the last."""
+    from torch_quartz import ops
+
+    model = mtp_target("glm4_moe") if method == "mtp" else tiny("llama", 3, num_hidden_layers=4)
+    drafter = {"draft_model": lambda: model, "mtp": lambda: mtp_head(model), "dspark": dspark}[method]()
+    llm = engine(model, method, drafter, **OPTIONS["chunks"])
+    original, seen = ops.write_kv, []
+
+    def write_kv(key, value, key_cache, value_cache, slots):
+        written = slots[slots >= 0].tolist()
+        seen.append((len(written), len(set(written))))  # the engine would take an error here for a request's
+        return original(key, value, key_cache, value_cache, slots)
+
+    monkeypatch.setattr(ops, "write_kv", write_kv)
+    serve(llm, requests)
+    assert all(rows == places for rows, places in seen)
+    assert max(seen)[0] > 30
+
+
 def test_both_ways_to_draw_from_a_markov_head_agree(target, requests, monkeypatch):
     """`markov_draft`, and the target's draw one after the other, which knows penalties."""
     from torch_quartz.engine.sampler import Sampler

@@ -1,4 +1,4 @@
-"""Attention on the device: rows without a key, every argument, and padded batches of a soft-capping model."""
+"""Attention on the device: rows without a key (case B1), every argument (B7), padded soft-capping models (B6)."""
 
 import pytest
 import torch

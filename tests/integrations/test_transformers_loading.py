@@ -1,4 +1,4 @@
-"""``from_pretrained`` with every form of ``device_map``, offloading, sharded files, ``save_pretrained``."""
+"""``from_pretrained`` with every form of ``device_map`` (case B4), offloading, sharded files, ``save_pretrained``."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""safetensors straight onto the device."""
+"""safetensors straight onto the device (case B5)."""
 
 import pytest
 import safetensors

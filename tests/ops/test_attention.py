@@ -392,7 +392,7 @@ def test_sdpa_on_three_dimensions():
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("tracked", [False, True])
-def test_sdpa_fully_masked_rows(dtype, tracked):
+def test_sdpa_fully_masked_rows(dtype, tracked):  # B1
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 1, 2, 4).to("quartz", dtype).requires_grad_(tracked) for _ in range(3))
     visible = torch.tensor([[False, False], [True, True]])

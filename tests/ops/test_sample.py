@@ -1,4 +1,4 @@
-"""quartz::sample: bits against plain loops, distributions against float64, and what must not change a row."""
+"""quartz::sample: bits against plain loops, what must not change a row. Distributions: test_sample_statistics.py."""
 
 import math
 
@@ -16,11 +16,6 @@ DEVICES = ["quartz", "cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 def tensor(values, dtype=None):
     return torch.tensor(values, dtype=dtype, device="quartz")
-
-
-def chi_square_bound(degrees):
-    """Return what chi-square exceeds with a chance of about 1e-6 (Wilson and Hilferty, 1931)."""
-    return degrees * (1 - 2 / (9 * degrees) + 4.75 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
 def draws(logits, count, seed=0, **arguments):
@@ -213,66 +208,6 @@ def test_pending_tokens_count_as_generated():
     pending = arguments.pop("pending")
     counts = arguments["counts"] + ops.count_tokens(pending, 50)
     assert equal(ops.sample(logits, **arguments, pending=pending), ops.sample(logits, **arguments | {"counts": counts}))
-
-
-# ---- distributions ---------------------------------------------------------------------------------------------------
-
-TRUNCATIONS = {
-    "none": {},
-    "temperature": {"temperature": 1.7},
-    "top-k": {"top_k": 9},
-    "top-p": {"top_p": 0.8},
-    "min-p": {"min_p": 0.07},
-    "top-k, top-p": {"top_k": 20, "top_p": 0.9},
-    "all": {"temperature": 0.8, "top_k": 25, "top_p": 0.95, "min_p": 0.01},
-}
-
-
-def true_distribution(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Return the probabilities in float64, from sorted softmaxes."""
-    wide = logits.double() / temperature
-    if min_p:
-        wide = wide.masked_fill(wide < wide.max() + math.log(min_p), -math.inf)
-    order = wide.argsort(descending=True, stable=True)
-    if top_k:
-        wide[order[top_k:]] = -math.inf
-    if top_p < 1:
-        p = torch.softmax(wide, -1)[order]
-        wide[order[(p.cumsum(0) - p) >= top_p]] = -math.inf
-    return torch.softmax(wide, -1)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("truncation", TRUNCATIONS)
-def test_frequencies_match_the_true_distribution(truncation, dtype):
-    arguments, count = TRUNCATIONS[truncation], 200_000
-    logits = (torch.randn(60, generator=torch.Generator().manual_seed(11)) * 2).to(dtype)
-    expected = true_distribution(logits, **arguments) * count
-    seen = torch.bincount(draws(logits, count, seed=17, **arguments).cpu(), minlength=60).double()
-    assert not seen[expected == 0].any()
-    common = expected >= 10  # the rest in one class
-    observed = torch.cat([seen[common], seen[~common].sum()[None]])
-    wanted = torch.cat([expected[common], expected[~common].sum()[None]])
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    assert ((observed - wanted) ** 2 / wanted).sum() < chi_square_bound(len(wanted) - 1)
-
-
-@pytest.mark.parametrize("vary", ["seeds", "positions", "sample_indices"])
-def test_draws_of_different_seeds_positions_and_indices_are_independent(vary):
-    logits = torch.zeros(40_000, 8, device="quartz")
-    index = torch.arange(40_000, device="quartz")
-    tokens = ops.sample(logits, **{vary: index}, logprobs=False).tokens.cpu()
-    pairs = torch.bincount(tokens[:-1] * 8 + tokens[1:], minlength=64).double()
-    assert ((pairs - pairs.mean()) ** 2 / pairs.mean()).sum() < chi_square_bound(63)
-
-
-def test_rare_tokens_are_drawn_as_often_as_they_should():
-    # 2^-12 of the mass in 4096 tokens: each is rarer than a 32-bit uniform's coarse end would resolve well.
-    logits = torch.cat([torch.zeros(1), torch.full((4096,), -24 * math.log(2))])
-    count = 400_000
-    rare = (draws(logits, count, seed=5).cpu() > 0).sum().item()
-    expected = count * 4096 * 2**-24 / (1 + 4096 * 2**-24)
-    assert abs(rare - expected) < 5 * math.sqrt(expected)
 
 
 # ---- reported cases and bad input ------------------------------------------------------------------------------------

@@ -110,23 +110,6 @@ def test_always_the_same_draft_keeps_the_target_distribution():  # F4
         torch.testing.assert_close(frequencies, p.double(), rtol=0, atol=5 * math.sqrt(0.25 / trials))
 
 
-@pytest.mark.parametrize(("scale", "noise"), [(2.0, 0.3), (2.0, 1.0), (4.0, 0.5), (1.0, 2.0)])
-def test_acceptance_with_shared_noise_reaches_the_coupling_bound(scale, noise):
-    generator = torch.Generator().manual_seed(7)
-    target = torch.randn(200, generator=generator) * scale
-    draft = target + torch.randn(200, generator=generator) * noise
-    distance = (torch.softmax(target.double(), -1) - torch.softmax(draft.double(), -1)).abs().sum().item() / 2
-    trials = 40_000
-    positions = torch.arange(trials, device="quartz")
-    drawn = [
-        ops.sample(logits.to("quartz").expand(trials, -1), seeds=5, positions=positions, logprobs=False).tokens
-        for logits in (target, draft)
-    ]
-    acceptance = (drawn[0] == drawn[1]).double().mean().item()
-    assert acceptance > (1 - distance) / (1 + distance) - 4 * math.sqrt(0.25 / trials)
-    assert acceptance < 1 - distance + 4 * math.sqrt(0.25 / trials)  # what no coupling exceeds
-
-
 class Bigram:
     """A language model whose logits depend on the last token, so that decoding can be followed exactly."""
 

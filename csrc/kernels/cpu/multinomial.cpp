@@ -111,16 +111,9 @@ void rows(const Multinomial& a, int64_t begin, int64_t end) {
 void multinomial(const Multinomial& a, const Parallel& parallel) {
   const int64_t grain = std::max<int64_t>(1, 4096 / a.categories);
   parallel.run(a.rows, grain, [&](int64_t begin, int64_t end) {
-    switch (a.type) {
-      case RandomType::kFloat16:
-        return rows<Float16>(a, begin, end);
-      case RandomType::kBFloat16:
-        return rows<BFloat16>(a, begin, end);
-      case RandomType::kFloat64:
-        return rows<double>(a, begin, end);
-      default:
-        return rows<float>(a, begin, end);
-    }
+    with_random_type(a.type, [&](auto element) {
+      if constexpr (sizeof(element) > 1) rows<decltype(element)>(a, begin, end);
+    });
   });
 }
 

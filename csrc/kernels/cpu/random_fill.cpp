@@ -46,49 +46,22 @@ void wide_blocks(const RandomFill& a, int64_t begin, int64_t end) {
   }
 }
 
-template <class T>
-void typed(const RandomFill& a, int64_t begin, int64_t end) {
-  switch (a.distribution) {
-    case Distribution::kUniform:
-      return blocks<T, Distribution::kUniform>(a, begin, end);
-    case Distribution::kNormal:
-      return blocks<T, Distribution::kNormal>(a, begin, end);
-    case Distribution::kExponential:
-      return blocks<T, Distribution::kExponential>(a, begin, end);
-    default:
-      return blocks<T, Distribution::kBernoulli>(a, begin, end);
-  }
-}
-
-void wide(const RandomFill& a, int64_t begin, int64_t end) {
-  switch (a.distribution) {
-    case Distribution::kUniform:
-      return wide_blocks<Distribution::kUniform>(a, begin, end);
-    case Distribution::kNormal:
-      return wide_blocks<Distribution::kNormal>(a, begin, end);
-    case Distribution::kExponential:
-      return wide_blocks<Distribution::kExponential>(a, begin, end);
-    default:
-      return blocks<double, Distribution::kBernoulli>(a, begin, end);
-  }
-}
-
 }  // namespace
 
 void random_fill(const RandomFill& a, const Parallel& parallel) {
   parallel.run(random_blocks(a.type, a.distribution, a.count), 4096, [&](int64_t begin, int64_t end) {
-    switch (a.type) {
-      case RandomType::kFloat32:
-        return typed<float>(a, begin, end);
-      case RandomType::kFloat16:
-        return typed<Float16>(a, begin, end);
-      case RandomType::kBFloat16:
-        return typed<BFloat16>(a, begin, end);
-      case RandomType::kFloat64:
-        return wide(a, begin, end);
-      default:
-        return blocks<uint8_t, Distribution::kBernoulli>(a, begin, end);
-    }
+    with_random_type(a.type, [&](auto element) {
+      using T = decltype(element);
+      with_distribution(a.distribution, [&](auto constant) {
+        constexpr Distribution kDistribution = decltype(constant)::value;
+        constexpr bool kBernoulli = kDistribution == Distribution::kBernoulli;
+        if constexpr (sizeof(T) == 8 && !kBernoulli) {
+          wide_blocks<kDistribution>(a, begin, end);
+        } else if constexpr (sizeof(T) > 1 || kBernoulli) {
+          blocks<T, kDistribution>(a, begin, end);
+        }
+      });
+    });
   });
 }
 

@@ -147,16 +147,9 @@ int64_t multinomial_workspace(const Multinomial& a) {
 
 void multinomial(const Multinomial& a, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (a.type) {
-    case RandomType::kFloat16:
-      return launch<Float16>(a, cuda_stream);
-    case RandomType::kBFloat16:
-      return launch<BFloat16>(a, cuda_stream);
-    case RandomType::kFloat64:
-      return launch<double>(a, cuda_stream);
-    default:
-      return launch<float>(a, cuda_stream);
-  }
+  with_random_type(a.type, [&](auto element) {
+    if constexpr (sizeof(element) > 1) launch<decltype(element)>(a, cuda_stream);
+  });
 }
 
 }  // namespace quartz::kernels::cuda

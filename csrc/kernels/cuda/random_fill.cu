@@ -64,37 +64,19 @@ void launch(const RandomFill& a, cudaStream_t stream) {
   random_fill_kernel<T, kDistribution><<<grid, kThreads, 0, stream>>>(a, aligned);
 }
 
-template <class T>
-void typed(const RandomFill& a, cudaStream_t stream) {
-  switch (a.distribution) {
-    case Distribution::kUniform:
-      return launch<T, Distribution::kUniform>(a, stream);
-    case Distribution::kNormal:
-      return launch<T, Distribution::kNormal>(a, stream);
-    case Distribution::kExponential:
-      return launch<T, Distribution::kExponential>(a, stream);
-    default:
-      return launch<T, Distribution::kBernoulli>(a, stream);
-  }
-}
-
 }  // namespace
 
 void random_fill(const RandomFill& a, void* stream) {
   if (a.count == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  switch (a.type) {
-    case RandomType::kFloat32:
-      return typed<float>(a, cuda_stream);
-    case RandomType::kFloat16:
-      return typed<Float16>(a, cuda_stream);
-    case RandomType::kBFloat16:
-      return typed<BFloat16>(a, cuda_stream);
-    case RandomType::kFloat64:
-      return typed<double>(a, cuda_stream);
-    default:
-      return launch<uint8_t, Distribution::kBernoulli>(a, cuda_stream);
-  }
+  with_random_type(a.type, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (sizeof(T) == 1) {  // booleans
+      launch<T, Distribution::kBernoulli>(a, cuda_stream);
+    } else {
+      with_distribution(a.distribution, [&](auto constant) { launch<T, decltype(constant)::value>(a, cuda_stream); });
+    }
+  });
 }
 
 }  // namespace quartz::kernels::cuda

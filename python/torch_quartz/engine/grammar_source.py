@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
+from torch_quartz.engine.structured_output_schema import guarded_schema
+
 _FIELDS = ("json", "regex", "grammar", "choice", "json_object", "structural_tag")
 _WHITESPACE = ("disable_any_whitespace", "whitespace_pattern", "disable_additional_properties")
 
@@ -136,22 +138,19 @@ def grammar_source(params: StructuredOutputsParams, special_tokens: Mapping[str,
         return LLMatcher.grammar_from_lark(text)
     if kind == "structural_tag":
         return LLMatcher.grammar_from_lark(_structural_tag(params.structural_tag, special_tokens))
-    schema = {"type": "object"} if kind == "json_object" else read_schema("json", params.json)
+    schema = read_schema(kind, {"type": "object"} if kind == "json_object" else params.json)
     if params.disable_additional_properties:
         schema = _close_objects(schema)
-    # "lenient" would drop keywords in silence.
-    overrides: dict[str, Any] = {"lenient": False}
+    overrides: dict[str, Any] = {}
     if params.disable_any_whitespace:
         overrides["whitespace_flexible"] = False
     if params.whitespace_pattern is not None:
         overrides["whitespace_pattern"] = params.whitespace_pattern
-    # Escapes of all characters are JSON like the characters themselves, and count as one each in lengths.
-    defaults = {"json_allow_general_unicode_escapes": True}
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=defaults, overrides=overrides)
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=overrides)
 
 
 def read_schema(name: str, value: Any) -> Any:
-    """Return a schema as a dict or a bool, checked against the bounds.
+    """Return a schema as a dict with the compiler's options in it, checked against the bounds.
 
     Parameters
     ----------
@@ -172,7 +171,7 @@ def read_schema(name: str, value: Any) -> Any:
     if not isinstance(value, (Mapping, bool)):
         raise ValueError(f"{name} must be a JSON schema (dict, its text, or a model), got {type(value).__name__}")
     _check_schema(name, value)
-    return value
+    return guarded_schema(name, value)
 
 
 def _refuse(rule: str, value: Any) -> None:
@@ -275,13 +274,17 @@ def _lark(text: str) -> str:
             raise ValueError(f"grammar: GBNF that llguidance cannot read: {error}") from error
     if text.count(":") > MAX_RULES:
         raise ValueError(f"grammar must have at most {MAX_RULES} rules (colons), got {text.count(':')}")
+    pieces, place = [], 0
     for part in re.finditer(r"%json\s*", text):
+        if part.start() < place:
+            continue  # inside of a schema
+        pieces.append(text[place : part.end()])
         try:
-            schema, _ = json.JSONDecoder().raw_decode(text, part.end())
+            schema, place = json.JSONDecoder().raw_decode(text, part.end())
         except (ValueError, RecursionError) as error:
             raise ValueError(f"grammar: %json must be followed by a JSON schema: {error}") from error
-        read_schema("grammar: %json", schema)
-    return text
+        pieces.append(json.dumps(read_schema("grammar: %json", schema)))
+    return "".join((*pieces, text[place:]))
 
 
 def _structural_tag(value: Any, special_tokens: Mapping[str, int]) -> str:

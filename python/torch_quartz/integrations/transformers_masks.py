@@ -65,7 +65,7 @@ def describing(original: Callable[..., Tensor | None], masks: ModuleType) -> Cal
         mask = original(*arguments, **options)
         if mask is not None and mask.device.type == "quartz" and not arguments and not torch.compiler.is_compiling():
             visible = _visible(masks, **options)
-            if visible is not None:
+            if visible is not None and not mask.is_inference():  # an inference tensor does not tell that it was written
                 mask._quartz_visible = (visible, mask._version)
         return mask
 
@@ -85,16 +85,16 @@ def _visible(
     **_: Any,
 ) -> Visible | None:
     form = (True, None) if mask_function is None else _form(masks, mask_function)
-    on_host = torch.quartz.substrate() == "host"
+    capturing = torch.quartz.is_current_stream_capturing()
     if isinstance(q_offset, Tensor):  # a static cache counts on the device: read only where that waits for nothing
-        if not on_host:
+        if capturing or torch.quartz.substrate() != "host":
             form = None
         elif form is not None:
             q_offset = int(q_offset)
     begin = end = None
     contiguous = True
     if attention_mask is not None:
-        begin, end, contiguous = _bounds(attention_mask.to(device=device, dtype=torch.bool), on_host)
+        begin, end, contiguous = _bounds(attention_mask.to(device=device, dtype=torch.bool), capturing)
         begin, end = begin - kv_offset, (end - kv_offset).clamp(max=kv_length)
     elif kv_offset and not isinstance(kv_offset, Tensor):
         begin = torch.full((batch_size,), -kv_offset, device=device)
@@ -104,12 +104,12 @@ def _visible(
     return Visible(begin, end, True, causal, window, q_offset - kv_offset)
 
 
-def _bounds(padding: Tensor, on_host: bool) -> tuple[Tensor, Tensor, bool]:
+def _bounds(padding: Tensor, capturing: bool) -> tuple[Tensor, Tensor, bool]:
     """Return where each row's tokens begin and end, and whether none between is hidden (if that is cheap to know)."""
     place = torch.arange(padding.shape[1], device=padding.device)
     begin = torch.where(padding, place, padding.shape[1]).amin(1)
     end = torch.where(padding, place + 1, 0).amax(1)
-    if not on_host and torch.cuda.is_current_stream_capturing():
+    if capturing:
         return begin, end, False
     inside = (place >= begin.unsqueeze(1)) & (place < end.unsqueeze(1))
     # One look at the device for each mask of a forward pass; Transformers itself has just looked for padding.
