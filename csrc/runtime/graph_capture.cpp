@@ -203,6 +203,9 @@ const Capture::Facts& Capture::facts_of(const c10::OperatorHandle& op) {
     const auto* alias = argument.alias_info();
     facts.written.push_back(alias != nullptr && alias->isWrite());
     writes = writes || facts.written.back();
+    // Schemas of batch_norm and its kind do not say that they write these.
+    const bool silently = argument.name() == "running_mean" || argument.name() == "running_var";
+    facts.restored.push_back(facts.written.back() || silently);
   }
   bool all_arguments = facts.returns != 0;
   for (const auto& value : schema.returns()) {
@@ -371,7 +374,7 @@ void Capture::record(const c10::OperatorHandle& op, const Facts& facts, c10::Dis
   };
   std::vector<Saved> before;
   for (std::size_t i = 0; i < facts.arguments; ++i) {
-    if (facts.written[i]) {
+    if (facts.restored[i]) {
       visit_tensors(call.arguments[i], [&](const at::Tensor& tensor) {
         if (tensor.layout() != c10::kStrided) {
           refuse(facts.name, c10::str("writes a tensor of layout ", tensor.layout(),
@@ -379,9 +382,8 @@ void Capture::record(const c10::OperatorHandle& op, const Facts& facts, c10::Dis
         }
         if (device_arguments) save(tensor, before);
       });
-    } else {
-      call.arguments[i] = map_tensors(call.arguments[i], keep);
     }
+    if (!facts.written[i]) call.arguments[i] = map_tensors(call.arguments[i], keep);
   }
   try {
     op.redispatchBoxed(keys, stack);

@@ -42,7 +42,8 @@ class Capture : public std::enable_shared_from_this<Capture> {
   struct Facts {
     std::string name;
     std::size_t arguments, returns;
-    std::vector<bool> written;      // arguments
+    std::vector<bool> written;      // arguments, by the schema
+    std::vector<bool> restored;     // arguments that are as before after the capture
     std::vector<bool> is_argument;  // returns that are arguments or views of them
     bool composite;                 // made of other operators, which are recorded instead
     bool metadata;                  // changes or makes tensors over the same memory alone: nothing to repeat

@@ -239,6 +239,22 @@ def test_a_capture_leaves_memory_and_generators_as_they_were():
     assert big.sum() == 10_000 + 2 * len(range(0, 100_000, 7)) and x[2] == 0 and y.isfinite().all()
 
 
+@pytest.mark.parametrize("normalise", [torch.nn.BatchNorm1d, torch.nn.InstanceNorm1d])
+def test_running_statistics_are_those_of_the_replays(normalise):
+    x = fresh(5, 3, 4)
+    layer, other = (normalise(3, track_running_stats=True, device="quartz") for _ in range(2))
+    graph, y = captured(layer, x)
+    if torch.quartz.substrate() == "cuda":
+        layer.reset_running_stats()  # the run before the capture has counted
+    assert not layer.running_mean.any() and layer.num_batches_tracked == 0
+    for _ in range(2):
+        graph.replay()
+        want = other(x)
+    assert same_bits(y.cpu(), want.detach().cpu()) and layer.num_batches_tracked == other.num_batches_tracked
+    assert same_bits(layer.running_mean.cpu(), other.running_mean.cpu())
+    assert same_bits(layer.running_var.cpu(), other.running_var.cpu())
+
+
 def test_random_numbers_follow_the_generator():
     x = torch.ones(100, device="quartz")
 
