@@ -49,7 +49,8 @@ VARIATIONS = {
     ),
     "n-gram drafts, depth 7, chunks, preempted": Variation(
         {
-            "num_blocks": 40,
+            "block_size": 4,
+            "num_blocks": 140,
             "speculative": {"method": "ngram", "num_speculative_tokens": 7},
             "max_num_batched_tokens": 128,
             "max_prefill_tokens_per_request": 32,
