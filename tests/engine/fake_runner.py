@@ -58,6 +58,7 @@ class FakeRunner:
     """
 
     vocab_size = VOCABULARY
+    saved_rows = 0
 
     def __init__(self, groups, max_drafts=0, nan=None):
         self.groups = groups

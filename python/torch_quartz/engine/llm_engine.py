@@ -382,7 +382,7 @@ class LLMEngine:
     def _scheduler_stats(self) -> dict[str, Any]:
         stats = self.scheduler.stats()
         groups = stats.pop("groups")
-        result = {"num_requests": len(self._requests)}
+        result = {"num_requests": len(self._requests), "last_layer_rows_saved": self.runner.saved_rows}
         result |= {f"blocks_{name}": sum(group[name] for group in groups) for name in ("used", "cached", "free")}
         return result | {_NAMES.get(name, name): value for name, value in stats.items() if name not in _OURS}
 
