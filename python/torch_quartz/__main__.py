@@ -19,7 +19,13 @@ def main(arguments: list[str] | None = None) -> int:
     page = commands.add_parser("info", help="print versions, substrate, devices, build options, driver and variables")
     page.set_defaults(run=_print_info)
     parsed = parser.parse_args(arguments)
-    return parsed.run(parsed)
+    try:
+        return parsed.run(parsed)
+    except (ValueError, TypeError, OSError, NotImplementedError) as error:  # what the user asked for cannot be done
+        if parsed.run is _print_info:
+            raise
+        print(f"python -m torch_quartz {parsed.command}: {error}", file=sys.stderr)
+        return 2
 
 
 def _print_info(_: argparse.Namespace) -> int:

@@ -55,9 +55,31 @@ def test_bench(folder, capsys):
     assert status == 0 and "generated_tokens_per_second" in out and "time_to_first_token_median" in out
 
 
-def test_sampling_options_are_checked(folder, capsys):
-    with pytest.raises(ValueError, match="top_p"):
-        run(capsys, "generate", folder, "--prompt", "w3", "--top-p", "2")
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--top-p", "2"], "top_p"),
+        (["--temperature", "nan"], "temperature"),
+        (["--max-tokens", "0"], "max_tokens"),
+        (["--device", "cpu"], "quartz"),
+        (["--speculative", "[1]"], "speculative"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_done_is_a_sentence(folder, capsys, options, named):
+    status, out, err = run(capsys, "generate", folder, "--prompt", "w3", *options)
+    assert status == 2 and out == "" and named in err and "Traceback" not in err
+
+
+def test_a_folder_that_does_not_exist(capsys):
+    status, _, err = run(capsys, "generate", "/nowhere", "--prompt", "w3")
+    assert status == 2 and "/nowhere" in err
+
+
+def test_a_benchmark_needs_prompts(folder, capsys):
+    with pytest.raises(SystemExit):
+        run(capsys, "bench", folder, "--num-prompts", "0")
+    assert "--num-prompts" in capsys.readouterr().err
 
 
 def test_info_still_works(capsys):

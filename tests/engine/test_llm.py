@@ -40,6 +40,26 @@ def test_one_prompt_in_any_form(llm, prompts):
     assert len(outputs) == 1 and outputs[0].prompt_token_ids == [3, 4]
 
 
+def test_arrays_and_tensors_are_prompts_as_lists_are(llm):
+    import numpy as np
+    import torch
+
+    expected = [output.outputs[0].token_ids for output in llm.generate([[5, 6], [7, 8]], PARAMS, use_tqdm=False)]
+    rows = [[5, 6], [7, 8]]
+    for prompts in (np.array(rows), torch.tensor(rows), [np.array(r) for r in rows], [torch.tensor(r) for r in rows]):
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert len(llm.generate(np.array([5, 6]), PARAMS, use_tqdm=False)) == 1
+    assert len(llm.generate([torch.tensor([5]), torch.tensor([7])], PARAMS, use_tqdm=False)) == 2
+    assert "token ids" in llm.generate([b"w3", "w3"], PARAMS, use_tqdm=False)[0].error
+
+
+@pytest.mark.parametrize("priority", [2**70, None, 1.5])
+def test_priorities_that_are_none_fail_alone(llm, priority):
+    outputs = llm.generate(["w3", "w4"], PARAMS, use_tqdm=False, priority=[0, priority])
+    assert outputs[0].error is None and "priority must be an integer" in outputs[1].error
+
+
 def test_no_prompts(llm):
     assert llm.generate([], PARAMS) == []
 

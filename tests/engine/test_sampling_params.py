@@ -120,3 +120,28 @@ def test_lists_are_taken_once():
     params = SamplingParams(logit_bias=bias, stop=stops)
     bias[2] = 1.0
     assert params.logit_bias == {1: 2.0} and params.stop == ("a",)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 65537},
+        {"top_k": 2**63},
+        {"temperature": 10**400},
+        {"stop": 5},
+        {"stop_token_ids": 5.0},
+        {"allowed_token_ids": 5.0},
+        {"structured_outputs": {"jsn": 1}},
+    ],
+    ids=str,
+)
+def test_what_no_engine_takes_is_a_value_error(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        SamplingParams(**fields)
+
+
+def test_arrays_and_numbers_of_numpy():
+    import numpy as np
+
+    params = SamplingParams(temperature=np.float32(0.5), stop_token_ids=np.array([1, 2]), top_k=np.int64(3))
+    assert params.stop_token_ids == (1, 2) and params.temperature == 0.5

@@ -27,11 +27,17 @@ def add_commands(commands: Any) -> None:
 
     bench = commands.add_parser("bench", help="measure throughput and latency on random tokens")
     _add_engine(bench)
-    bench.add_argument("--num-prompts", type=int, default=16)
-    bench.add_argument("--input-len", type=int, default=128, help="tokens of a prompt")
-    bench.add_argument("--output-len", type=int, default=64, help="tokens generated for each")
+    bench.add_argument("--num-prompts", type=_positive, default=16)
+    bench.add_argument("--input-len", type=_positive, default=128, help="tokens of a prompt")
+    bench.add_argument("--output-len", type=_positive, default=64, help="tokens generated for each")
     bench.add_argument("--prompt-seed", type=int, default=0, help="of the random tokens")
     bench.set_defaults(run=_bench)
+
+
+def _positive(text: str) -> int:
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:

@@ -126,7 +126,7 @@ class DecodeGraphs:
 
     @property
     def stale(self) -> bool:
-        """Whether parameters lie elsewhere than when the graphs were captured; changes in place are seen by them."""
+        """Whether parameters or buffers lie elsewhere than in the capture; graphs see what changes in place."""
         return bool(self._buckets) and self._weights != _places(self._runner)
 
     def _forward(self, bucket: _Bucket) -> None:
@@ -171,7 +171,7 @@ class DecodeGraphs:
 
 
 def _places(runner: ModelRunner) -> list[int]:
-    return [parameter.data_ptr() for parameter in runner.model.parameters()]
+    return [t.data_ptr() for tensors in (runner.model.parameters(), runner.model.buffers()) for t in tensors]
 
 
 @contextlib.contextmanager

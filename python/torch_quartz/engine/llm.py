@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -233,8 +234,10 @@ def chat_prompt(factory: RequestFactory, messages: Any, options: Mapping[str, An
 def _listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(hasattr(prompt, "__index__") for prompt in prompts):
+    if isinstance(prompts, (bytes, bytearray)):
+        return [prompts]
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)  # an array or tensor, also of rows
+    if prompts and all(isinstance(prompt, numbers.Integral) for prompt in prompts):
         return [prompts]  # one prompt of token ids
     return prompts
 

@@ -7,7 +7,8 @@ the engine's loop: ``execute(n), sample(n), execute(n + 1), wait(n), sample(n + 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +79,21 @@ class Step:
     copies: dict[str, Tensor] = field(default_factory=dict)
     prompt_copies: list[tuple] = field(default_factory=list)
     event: Any = None
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Keep dropout out of a step of a model that is being trained; its modules are as before behind it."""
+    if not model.training:
+        yield
+        return
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 class ModelRunner:
@@ -277,7 +293,8 @@ class ModelRunner:
         """
         self._apply(plan, sequences)
         inputs = StepInputs(plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows)
-        hidden, output = self._run(inputs)
+        with _evaluating(self.model):
+            hidden, output = self._run(inputs)
         return Step(plan, inputs, hidden, output, self.taps)
 
     def _apply(self, plan: Any, sequences: Callable[[int, int], Any]) -> None:

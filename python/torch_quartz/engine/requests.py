@@ -73,6 +73,8 @@ class RequestFactory:
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"request {request_id}: params must be a SamplingParams, got {type(params).__name__}")
+        if not isinstance(priority, int) or not -(2**31) <= priority < 2**31:
+            raise ValueError(f"request {request_id}: priority must be an integer of 32 bits, got {priority!r}")
         text, ids, salt = self._read(request_id, prompt)
         self._check_prompt(request_id, ids)
         self._check_tokens(request_id, params)
@@ -174,11 +176,16 @@ class RequestFactory:
             raise ValueError(
                 f"request {request_id}: prompt must be token ids where the engine has no tokenizer, got a text"
             )
-        return prompt, self.tokenize(prompt), salt
+        try:
+            return prompt, self.tokenize(prompt), salt
+        except (TypeError, UnicodeError) as error:  # half of a surrogate pair, for example
+            raise ValueError(f"request {request_id}: prompt must be a text that can be encoded: {error}") from error
 
     @staticmethod
     def _ids(request_id: str, values: Any) -> list[int]:
         try:
+            if isinstance(values, (bytes, bytearray)):
+                raise TypeError("bytes are numbers, but not those of tokens")
             return [operator.index(value) for value in values]
         except TypeError:
             raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
+import numbers
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 256  # the most that `ops.sample` returns a row
 _LOGPROBS_MODES = ("raw", "processed")
+_MOST_SAMPLES = 65536  # the scheduler's bound (csrc/engine)
 
 
 class OutputKind(enum.Enum):
@@ -146,14 +148,14 @@ class SamplingParams:
         object.__setattr__(self, name, value)  # frozen for everybody else
 
     def _check_numbers(self) -> None:
-        _integer("n", self.n, 1)
+        _integer("n", self.n, 1, _MOST_SAMPLES)
         _number("temperature", self.temperature, "at least 0", lambda x: x >= 0)
         _number("top_p", self.top_p, "above 0 and at most 1", lambda x: 0 < x <= 1)
         _number("min_p", self.min_p, "between 0 and 1", lambda x: 0 <= x <= 1)
         _number("presence_penalty", self.presence_penalty, "between -2 and 2", lambda x: -2 <= x <= 2)
         _number("frequency_penalty", self.frequency_penalty, "between -2 and 2", lambda x: -2 <= x <= 2)
         _number("repetition_penalty", self.repetition_penalty, "above 0", lambda x: x > 0)
-        _integer("top_k", self.top_k, -1)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
         if self.top_k == -1:
             self._set("top_k", 0)
         if self.seed is not None:
@@ -208,25 +210,34 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> Non
 
 
 def _number(name: str, value: object, rule: str, holds) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not holds(value):
+    try:
+        right = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        right = False
+    if not right or not holds(value):
         _refuse(name, rule, value)
+
+
+def _items(name: str, rule: str, values: Iterable | None) -> tuple:
+    try:
+        return () if values is None else tuple(values)
+    except TypeError:
+        return _refuse(name, rule, values)
 
 
 def _texts(name: str, values: Iterable[str] | None) -> tuple[str, ...]:
     if isinstance(values, str):
         _refuse(name, "a list of texts", values)
-    values = tuple(values or ())
-    for value in values:
+    for value in (values := _items(name, "a list of texts", values)):
         if not isinstance(value, str) or not value:
             _refuse(name, "a list of texts, none of them empty", value)
     return values
 
 
 def _ids(name: str, values: Iterable[int] | None) -> tuple[int, ...]:
-    if isinstance(values, (str, bytes, int)):
+    if isinstance(values, (str, bytes)):
         _refuse(name, "a list of token ids", values)
-    values = tuple(values or ())
-    for value in values:
+    for value in (values := _items(name, "a list of token ids", values)):
         _integer(name, value, 0, 2**31 - 1)
     return tuple(value.__index__() for value in values)
 
@@ -237,5 +248,8 @@ def _structured(value: Any) -> StructuredOutputsParams:
     if isinstance(value, StructuredOutputsParams):
         return value
     if isinstance(value, Mapping):
-        return StructuredOutputsParams(**value)
+        try:
+            return StructuredOutputsParams(**value)
+        except TypeError as error:  # a field that it has not
+            raise ValueError(f"SamplingParams: structured_outputs: {error}") from None
     return _refuse("structured_outputs", "a StructuredOutputsParams or a dict of its fields", value)

@@ -1,0 +1,36 @@
+"""What a program does to a model around an engine: training mode, buffers, weights."""
+
+import pytest
+import torch
+import torch_quartz as tq
+from model_zoo import build
+
+PARAMS = tq.SamplingParams(temperature=0.0, max_tokens=8, logprobs=0, ignore_eos=True)
+
+
+def answer(llm):
+    sample = llm.generate([[3, 4, 5, 6]], PARAMS, use_tqdm=False)[0].outputs[0]
+    return sample.token_ids, sample.cumulative_logprob
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_model_in_training_mode_is_served_without_dropout(enforce_eager):
+    model = build("gpt2", resid_pdrop=0.4, embd_pdrop=0.4, attn_pdrop=0.4).to("quartz").eval()
+    llm = tq.LLM(model, max_model_len=32, kv_cache_bytes=2**20, enforce_eager=enforce_eager)
+    expected = answer(llm)
+    model.train()
+    model.transformer.h[0].eval()  # a part that a program keeps in evaluation mode stays there
+    assert [answer(llm) for _ in range(3)] == [expected] * 3
+    assert model.training and model.transformer.h[1].training and not model.transformer.h[0].training
+
+
+def test_a_buffer_that_is_replaced_is_seen():
+    model = build("llama").to("quartz").eval()
+    llm = tq.LLM(model, max_model_len=32, kv_cache_bytes=2**20)
+    before = answer(llm)
+    rotary = model.model.rotary_emb
+    rotary.inv_freq = rotary.inv_freq * 0.5
+    llm.reset_prefix_cache()
+    eager = tq.LLM(model, max_model_len=32, kv_cache_bytes=2**20, enforce_eager=True)
+    assert answer(llm) == answer(eager) != before
+    assert isinstance(before[1], float) and torch.isfinite(torch.tensor(before[1]))
