@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from torch_quartz.engine.paged_context import lock_of
 
 
 class Head:
@@ -51,8 +54,16 @@ class Head:
         given = copy.copy(output)
         given["last_hidden_state"] = hidden.unsqueeze(0)
         attributes = self._base.__dict__
-        before = attributes.get("forward")
-        attributes["forward"] = lambda *arguments, **options: given
+        with lock_of(self._model):
+            return self._replaced(attributes, given, hidden)
+
+    def _replaced(self, attributes: dict[str, Any], given: Any, hidden: Tensor) -> Tensor:
+        before, thread, plain = attributes.get("forward"), threading.get_ident(), self._base.forward
+
+        def forward(*arguments: Any, **options: Any) -> Any:
+            return given if threading.get_ident() == thread else plain(*arguments, **options)
+
+        attributes["forward"] = forward
         try:
             ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
             return self._model(input_ids=ids, use_cache=False).logits[0]

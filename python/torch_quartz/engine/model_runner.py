@@ -24,7 +24,7 @@ from torch_quartz.engine.graphs import DecodeGraphs
 from torch_quartz.engine.head import Head
 from torch_quartz.engine.kv_cache import KVCache, free_bytes, make_groups, states_of, upload
 from torch_quartz.engine.model_layout import call_base, find_layout, text_config
-from torch_quartz.engine.paged_context import Overrides, PagedLayer, PagedStep, StopLayer
+from torch_quartz.engine.paged_context import Overrides, PagedLayer, PagedStep, StopLayer, lock_of
 from torch_quartz.engine.sampler import Sampler
 from torch_quartz.engine.state_layers import StateRunner
 from torch_quartz.engine.step_inputs import StepInputs
@@ -164,6 +164,10 @@ class ModelRunner:
 
     def allocate(self) -> None:
         """Size and make the pools and tables; prove that the model's bits are those of its plain forward pass."""
+        with lock_of(self.model):
+            self._allocate()
+
+    def _allocate(self) -> None:
         config = self.config
         if config.validate_model:
             proof.prove(self)

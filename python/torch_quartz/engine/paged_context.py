@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,21 @@ _local = _Local()
 def active() -> PagedStep | None:
     """Return the step that runs in this thread."""
     return _local.step
+
+
+_locks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+_making_a_lock = threading.Lock()
+
+
+def lock_of(model: nn.Module) -> Any:
+    """Return the lock of whoever changes a model for a time: engines in several threads may serve one model.
+
+    Parameters
+    ----------
+    model : Module
+    """
+    with _making_a_lock:
+        return _locks.setdefault(model, threading.RLock())
 
 
 class StopLayer(BaseException):
@@ -199,7 +215,8 @@ class Overrides:
     """Switches a model between its plain form and the engine's, for the time of a step.
 
     The configurations of its modules name the paged attention, and some modules have another ``forward``. Nothing of it
-    stays: the same model may be called, copied and saved between steps.
+    stays: the same model may be called, copied and saved between steps. Steps of other engines on the model wait. A
+    plain call of the model in another thread must wait too (docs/serving.md): it may find no masks.
 
     Parameters
     ----------
@@ -207,6 +224,7 @@ class Overrides:
     """
 
     def __init__(self, model: nn.Module):
+        self._lock = lock_of(model)
         configs = {}
         for module in model.modules():
             config = getattr(module, "config", None)
@@ -218,6 +236,10 @@ class Overrides:
     @contextlib.contextmanager
     def running(self, step: PagedStep) -> Iterator[None]:
         """Make a step the active one of this thread."""
+        with self._lock:
+            yield from self._switched(step)
+
+    def _switched(self, step: PagedStep) -> Iterator[None]:
         before, implementations, forwards = _local.step, [], []
         try:
             for config in self._configs:
@@ -226,7 +248,7 @@ class Overrides:
                 attributes["_attn_implementation_internal"] = _ATTENTION
             for module, forward in self.forwards.items():
                 forwards.append((module.__dict__, module.__dict__.get("forward")))
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = _in_a_step(forward, module.forward)
             _local.step = step
             yield
         finally:
@@ -238,3 +260,10 @@ class Overrides:
                     del attributes["forward"]
                 else:
                     attributes["forward"] = value
+
+
+def _in_a_step(forward: Callable, plain: Callable) -> Callable:
+    def chosen(*arguments: Any, **options: Any) -> Any:
+        return (plain if _local.step is None else forward)(*arguments, **options)
+
+    return chosen

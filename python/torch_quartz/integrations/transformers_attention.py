@@ -266,6 +266,12 @@ def _forward(
     step = paged_context.active()
     if step is not None:  # torch_quartz's own engine: blocks and lengths come with the step
         return step.attend(module, query, key, value, scaling, softcap, s_aux)
+    if getattr(module.config, "_attn_implementation", None) == "quartz_engine":
+        raise RuntimeError(
+            f"quartz attention: {type(module).__name__} was called while an engine of another thread runs the same "
+            "model, so its masks are not made; call the model while the engine waits, or give the thread a model of "
+            "its own (weights may be shared)"
+        )
     if "cu_seq_lens_q" in options and ("quartz_paged" in options or options.get("cache") is not None):
         from torch_quartz.integrations.transformers_paged import forward
 
