@@ -1,6 +1,7 @@
 """The engine's loop on a runner without a model: what requests get, whatever is batched, drafted, aborted or broken."""
 
 import random
+import time
 
 import pytest
 import torch
@@ -458,6 +459,14 @@ def test_prometheus_text():
     assert "torch_quartz_generated_tokens_total 5.0" in text
     assert "torch_quartz_num_running 0.0" in text
     assert 'torch_quartz_time_to_first_token_seconds_bucket{le="+Inf"} 1.0' in text
+
+
+def test_queue_time_ends_when_the_first_step_is_launched():
+    engine = make_engine()
+    engine.runner.faults["execute"] = lambda plan: time.sleep(0.05)
+    engine.add_request("a", [3, 4], SamplingParams(max_tokens=2, ignore_eos=True))
+    metrics = finish(engine)["a"].metrics
+    assert metrics.time_to_first_token >= 0.05 > metrics.queue_time
 
 
 def test_request_metrics():

@@ -45,10 +45,11 @@ _GAUGES = {
 
 @dataclass
 class _Launched:
-    """A step on the device: the plan, the runner's handle, and the drafts among its rows."""
+    """A step on the device: the plan, the runner's handle, and when it was launched (`time.monotonic`)."""
 
     plan: Any
     step: Any
+    time: float
 
 
 class LLMEngine:
@@ -220,8 +221,9 @@ class LLMEngine:
         launched = None
         failed: Exception | None = None
         if plan is not None:
+            now = time.monotonic()
             try:
-                launched = _Launched(plan, self.runner.execute(plan, self.sequence))
+                launched = _Launched(plan, self.runner.execute(plan, self.sequence), now)
                 self._metrics.counters["steps"] += 1
             except Exception as error:
                 failed = error  # first the tokens of the step before, which knows nothing of this
@@ -250,7 +252,7 @@ class LLMEngine:
         except Exception as error:
             self._discard(launched.plan, error)
             return False
-        for request in self._processor.process(launched.plan, result):
+        for request in self._processor.process(launched.plan, result, launched.time):
             touched[request.key] = request
         return True
 

@@ -77,7 +77,7 @@ class Processor:
 
     # ---- results
 
-    def process(self, plan: Any, result: Any) -> list[Request]:
+    def process(self, plan: Any, result: Any, launched: float) -> list[Request]:
         """Take the tokens of a step; return the requests that have news.
 
         Parameters
@@ -86,11 +86,13 @@ class Processor:
             What was launched.
         result : StepResult
             What came back.
+        launched : float
+            When, by `time.monotonic`.
         """
         engine = self._engine
         now = time.monotonic()
         kept = engine.scheduler.update(plan.step_id, result.tokens, result.available, result.confidences)
-        self._first_time(plan, now)
+        self._first_time(plan, launched)
         touched = dict.fromkeys(self._prompt_logprobs(result))
         rows = _Rows(result)
         for i, (key, index, drafts, count, finished, stop) in enumerate(
@@ -120,12 +122,12 @@ class Processor:
             sequence.drafts = rows.drafts(i) if sequence.finish_reason is None else []
         return list(touched)
 
-    def _first_time(self, plan: Any, now: float) -> None:
+    def _first_time(self, plan: Any, launched: float) -> None:
         counters = self._engine.counters
         for _, key, _, cached in plan.new:
             request = self._engine.find(key)
             if request is not None and not request.metrics.first_scheduled_time:
-                request.metrics.first_scheduled_time = now
+                request.metrics.first_scheduled_time = launched
                 request.metrics.num_cached_tokens = cached
                 counters["prompt_tokens"] += len(request.prompt_token_ids)
                 counters["cached_tokens"] += cached
