@@ -89,7 +89,7 @@ def test_a_slow_consumer_loses_no_delta():
 
 def test_refused_requests_raise():
     async def main(llm):
-        llm._engine.runner.faults["execute"] = lambda plan: time.sleep(0.002)  # the first one is not to end too soon
+        llm._engine.runner.faults["execute"] = lambda plan: time.sleep(0.01)  # the first one is not to end too soon
         with pytest.raises(ValueError, match="at least one token"):
             await collect(llm.generate([], PARAMS))
         stream = llm.generate([3], PARAMS.clone(max_tokens=60), "name")
@@ -142,7 +142,7 @@ def test_cancelled_tasks_free_their_places():
 
 def test_leaving_the_loop_aborts():
     async def main(llm):
-        llm._engine.runner.faults["execute"] = lambda plan: time.sleep(0.002)
+        llm._engine.runner.faults["execute"] = lambda plan: time.sleep(0.01)
         stream = llm.generate([3], PARAMS.clone(max_tokens=None))
         async for _ in stream:
             break
@@ -155,7 +155,7 @@ def test_leaving_the_loop_aborts():
 
 def test_abort_by_name():
     async def main(llm):
-        llm._engine.runner.faults["execute"] = lambda plan: time.sleep(0.002)
+        llm._engine.runner.faults["execute"] = lambda plan: time.sleep(0.01)
         outputs = []
         async for output in llm.generate([3], PARAMS.clone(max_tokens=60), "name"):
             outputs.append(output)
@@ -198,7 +198,7 @@ def test_shutdown_ends_streams_and_refuses_new_ones():
     async def main():
         llm = AsyncLLM.from_engine(engine)
         assert llm.is_running
-        engine.runner.faults["execute"] = lambda plan: time.sleep(0.002)
+        engine.runner.faults["execute"] = lambda plan: time.sleep(0.01)
         stream = llm.generate([3], PARAMS.clone(max_tokens=60, output_kind="delta"))
         await anext(stream)
         await asyncio.to_thread(llm.shutdown)
@@ -221,7 +221,7 @@ def test_shutdown_ends_streams_and_refuses_new_ones():
 def test_a_dead_event_loop_does_not_stop_the_others():
     """The program of one client ends without a word; another loop goes on, and the blocks come back."""
     engine = make_engine()
-    engine.runner.faults["execute"] = lambda plan: time.sleep(0.002)
+    engine.runner.faults["execute"] = lambda plan: time.sleep(0.01)
     llm = AsyncLLM.from_engine(engine)
     loop = asyncio.new_event_loop()
     stream = llm.generate([3], PARAMS.clone(max_tokens=None))
