@@ -295,9 +295,9 @@ class ModelRunner:
         Step
             For `sample` and `wait`.
         """
-        self._apply(plan, sequences)
-        inputs = StepInputs(plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows)
-        with _evaluating(self.model):
+        with _evaluating(self.model):  # `_apply` may capture graphs anew
+            self._apply(plan, sequences)
+            inputs = StepInputs(plan, self.state, self.cache, self.layout.attention, self._prompt_lens, self._all_rows)
             hidden, output = self._run(inputs)
         return Step(plan, inputs, hidden, output, self.taps)
 
@@ -467,7 +467,7 @@ class ModelRunner:
 
     def _score_prompts(self, step: Step) -> None:
         """Compute how likely prompt tokens were, some rows at a time."""
-        from torch_quartz.ops import sample
+        from torch_quartz.ops.sample import score_tokens
 
         inputs = step.inputs
         begin = 0
@@ -481,12 +481,8 @@ class ModelRunner:
                 index = inputs.prompt_index[begin + piece : begin + piece + rows]
                 logits = self.head(step.hidden.index_select(0, index), step.output)
                 first = position + piece + 1
-                targets = self.state.tokens[slot, first : first + rows].long().unsqueeze(1)
-                raised = torch.full((rows, 1), torch.inf, device=self.device)
-                drawn = sample(logits, 0.0, bias_ids=targets, bias_values=raised, top_n=top_n)
-                # A token of logit -inf cannot be raised; another one was taken then.
-                scores = torch.where(drawn.tokens == targets[:, 0], drawn.raw_logprobs, -torch.inf)
-                parts.append((_to_host(scores), _to_host(drawn.top_ids), _to_host(drawn.top_logprobs)))
+                targets = self.state.tokens[slot, first : first + rows].long()
+                parts.append(tuple(map(_to_host, score_tokens(logits, targets, top_n))))
             begin += count
             step.prompt_copies.append((int(step.plan.key[i]), position, parts))
 

@@ -170,14 +170,34 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
     return _TokenLogprobs.apply(logits, tokens)
 
 
+def score_tokens(logits: Tensor, tokens: Tensor, top_n: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `token_logprobs` returns, without a gradient, and the `top_n` most likely tokens as `sample` does.
+
+    Parameters
+    ----------
+    logits, tokens
+        As for `token_logprobs`.
+    top_n : int
+        As for `sample`.
+
+    Returns
+    -------
+    tuple of Tensor
+        Logprobs ``(rows,)``, ids and logprobs ``(rows, top_n)``.
+    """
+    # A bias of infinity makes the token the largest; raw logprobs do not see it. Where its logit is -inf, which cannot
+    # be raised, another token was taken.
+    raised = torch.full((logits.shape[0], 1), torch.inf, device=logits.device)
+    result = sample(logits, temperature=0.0, bias_ids=tokens[:, None], bias_values=raised, top_n=top_n)
+    scores = torch.where(result.tokens == tokens, result.raw_logprobs, -torch.inf)
+    return scores, result.top_ids, result.top_logprobs
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, tokens):
         ctx.save_for_backward(logits, tokens)
-        # A bias of infinity makes the token the largest; raw logprobs do not see it.
-        raised = torch.full((logits.shape[0], 1), torch.inf, device=logits.device)
-        result = sample(logits, temperature=0.0, bias_ids=tokens[:, None], bias_values=raised)
-        return torch.where(result.tokens == tokens, result.raw_logprobs, -torch.inf)
+        return score_tokens(logits, tokens)[0]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
