@@ -7,19 +7,8 @@
 import sys as _sys
 
 from torch_quartz._version import __version__
+from torch_quartz.engine import __all__ as _ENGINE  # names alone: what they stand for is loaded when asked for
 
-_ENGINE = (
-    "LLM",
-    "AsyncLLM",
-    "CompletionOutput",
-    "EngineConfig",
-    "LLMEngine",
-    "Logprob",
-    "OutputKind",
-    "RequestOutput",
-    "SamplingParams",
-    "StructuredOutputsParams",
-)
 __all__ = ["__version__", "determinism_report", "install_patches", "undo_patches", *_ENGINE]
 
 
