@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -58,8 +59,7 @@ def qwen3(device: str) -> tuple[Any, dict[str, Any]]:
 
 def llama(device: str) -> tuple[Any, dict[str, Any]]:
     """The shape of Llama-3-8B with weights from a formula."""
-    import torch
-    from bench_generate_moe import fill
+    from bench_generate_moe import of_shape
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -73,14 +73,7 @@ def llama(device: str) -> tuple[Any, dict[str, Any]]:
         eos_token_id=None,
         pad_token_id=0,
     )
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).to(torch.bfloat16)
-    rotary = type(model.model.rotary_emb)(config)
-    model = model.to_empty(device=device).eval()
-    model.model.rotary_emb = rotary.to(device)
-    with torch.no_grad():
-        for salt, (name, parameter) in enumerate(model.named_parameters()):
-            parameter.fill_(1.0) if "norm" in name else fill(parameter.data, salt, 0.035)
+    model = of_shape(LlamaForCausalLM, config, device)
     return model, {"shortest": 128, "longest": 512, "tokens": 256, "most": 1024}
 
 
@@ -189,10 +182,11 @@ def compare(arguments: argparse.Namespace) -> None:
     resident = arguments.what == "smollm2"  # small enough for all sides to wait in memory
     best: dict[str, dict[str, float]] = {name: {} for name in interpreters}
     processes: dict[str, subprocess.Popen] = {}
+    logs = Path(tempfile.mkdtemp(prefix="bench_engine_"))
 
     def start(name: str) -> subprocess.Popen:
         command = [interpreters[name], __file__, *sys.argv[1:], "--side", name]
-        log = open(f"/tmp/bench_engine_{name}.log", "w")  # noqa: SIM115  (the process writes as long as it lives)
+        log = open(logs / name, "w")  # noqa: SIM115  (the process writes as long as it lives)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
         )
@@ -210,7 +204,7 @@ def compare(arguments: argparse.Namespace) -> None:
             process.stdin.flush()
             line = next((line for line in process.stdout if line.startswith("{")), None)
             if line is None:
-                raise SystemExit(f"{name}: the process ended; see /tmp/bench_engine_{name}.log")
+                raise SystemExit(f"{name}: the process ended; see {logs / name}")
             result = json.loads(line)
             for count, seconds in result["seconds"].items():
                 rate = int(count) * result["tokens"] / seconds

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -58,8 +59,13 @@ def make(device: str, layers: int) -> torch.nn.Module:
         eos_token_id=None,
         pad_token_id=0,
     )
+    return of_shape(Qwen3MoeForCausalLM, config, device)
+
+
+def of_shape(model_class: type, config: Any, device: str) -> torch.nn.Module:
+    """Return a bfloat16 model whose weights are made on the device, from the same formula on every device."""
     with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+        model = model_class(config).to(torch.bfloat16)
     rotary = type(model.model.rotary_emb)(config)
     model = model.to_empty(device=device).eval()
     model.model.rotary_emb = rotary.to(device)
